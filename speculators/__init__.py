@@ -1,0 +1,1 @@
+"""Train, prove and ship speculative-decoding drafts."""

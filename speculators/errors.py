@@ -1,0 +1,29 @@
+"""Errors a user can mend: one sentence that says what is wrong and what to do, and an exit code.
+
+The command line prints the sentence of a :class:`SpeculatorsError` without a traceback and exits with its
+``exit_code``; every other exception is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ConfigError", "DataError", "SpeculatorsError", "VerifierError"]
+
+
+class SpeculatorsError(Exception):
+    """A failure at run time that the user can mend; exit code 1."""
+
+    exit_code = 1
+
+
+class ConfigError(SpeculatorsError, ValueError):
+    """A wrong or contradictory setting, found before any work was done; exit code 2."""
+
+    exit_code = 2
+
+
+class DataError(SpeculatorsError, ValueError):
+    """Rows, prompts or mappings that cannot be used as they are; exit code 1."""
+
+
+class VerifierError(SpeculatorsError, ValueError):
+    """A verifier that is missing, unreadable or does not fit the draft or the data; exit code 1."""
