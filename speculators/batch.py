@@ -1,0 +1,88 @@
+"""One packed row of training data, as tensors without a batch dimension.
+
+A packed row lays several documents (rows of the data set) end to end. Everything a training step needs is in it: the tokens,
+which of them are supervised, where documents begin, the anchors drawn for this epoch, and - once a hidden-state source
+has answered - the verifier's states. Shape letters: T tokens, A anchors, M captured layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculators.layout import PAD_DOCUMENT
+
+__all__ = ["PackedBatch"]
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """A packed row; see the module's docstring for the letters.
+
+    ``supervised`` and ``covered`` are the two halves of the anchor coverage: supervised tokens that some anchor could
+    predict, and how many of them the drawn anchors do predict.
+    """
+
+    input_ids: Tensor  #: int64 ``[T]``, verifier ids
+    loss_mask: Tensor  #: bool ``[T]``, true on supervised tokens
+    document_ids: Tensor  #: int64 ``[T]``, 0, 1, ... in row order; :data:`~speculators.layout.PAD_DOCUMENT` on padding
+    position_ids: Tensor  #: int64 ``[T]``, restarting at 0 in every document
+    row_ids: tuple[int, ...]  #: data-set row of document 0, 1, ...
+    anchors: Tensor  #: int64 ``[A]``, ascending positions in the packed row
+    features: Tensor | None = None  #: ``[T, M, H]``, captured verifier states in the order of the source's layer ids
+    final_states: Tensor | None = None  #: ``[T, H]``, the verifier's last state (pre- or post-norm as the source says)
+    supervised: int = 0  #: supervised tokens that a block can predict
+    covered: int = 0  #: those that a counted prediction of ``anchors`` predicts
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.input_ids.shape[0]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.row_ids)
+
+    @property
+    def anchor_positions(self) -> Tensor:
+        """Position ids of the anchors, ``[A]``."""
+        return self.position_ids[self.anchors]
+
+    @property
+    def anchor_ids(self) -> Tensor:
+        """Tokens at the anchors, ``[A]``, verifier ids."""
+        return self.input_ids[self.anchors]
+
+    def to(self, device: torch.device | str, *, dtype: torch.dtype | None = None, non_blocking: bool = False) -> PackedBatch:
+        """The same row on ``device``; ``dtype``, if given, is that of the verifier's states."""
+
+        def moved(tensor: Tensor | None, is_state: bool = False) -> Tensor | None:
+            if tensor is None:
+                return None
+            return tensor.to(device=device, dtype=dtype if is_state else None, non_blocking=non_blocking)
+
+        states = ("features", "final_states")
+        tensors = ("input_ids", "loss_mask", "document_ids", "position_ids", "anchors", *states)
+        return dataclasses.replace(self, **{name: moved(getattr(self, name), name in states) for name in tensors})
+
+    @classmethod
+    def empty(cls, num_layers: int | None = None, hidden_size: int | None = None) -> PackedBatch:
+        """A row of one padding token without documents or anchors: fills a slot that the data cannot, at zero loss.
+
+        With ``num_layers`` (M) and ``hidden_size`` (H) it carries zero states.
+        """
+        batch = cls(
+            input_ids=torch.zeros(1, dtype=torch.long),
+            loss_mask=torch.zeros(1, dtype=torch.bool),
+            document_ids=torch.full((1,), PAD_DOCUMENT, dtype=torch.long),
+            position_ids=torch.zeros(1, dtype=torch.long),
+            row_ids=(),
+            anchors=torch.zeros(0, dtype=torch.long),
+        )
+        if num_layers is not None and hidden_size is not None:
+            batch.features = torch.zeros(1, num_layers, hidden_size)
+            batch.final_states = torch.zeros(1, hidden_size)
+        return batch
