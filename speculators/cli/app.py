@@ -1,0 +1,98 @@
+"""The application: which commands there are, and what becomes of errors.
+
+Modules that take seconds to import (torch, transformers) are imported inside the commands, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable
+from importlib import import_module, metadata
+from typing import Annotated
+
+import typer
+
+from speculators.cli.arguments import MultiValueCommand
+from speculators.cli.evaluate import evaluate
+from speculators.cli.quickstart import quickstart
+from speculators.errors import SpeculatorsError
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    name="speculators",
+    help="Train a draft model for speculative decoding, and measure the acceptance it really gives.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+#: A command that reads its own arguments, ``--help`` included: its flags are generated from configuration classes.
+_OWN_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _delegate(module: str, arguments: list[str]) -> None:
+    """Run ``speculators.cli.<module>.main(arguments)`` and exit with what it returns."""
+    command: Callable[[list[str]], int | None] = import_module(f"speculators.cli.{module}").main
+    raise typer.Exit(command(arguments) or 0)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"speculators version: {metadata.version('speculators')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("quickstart")(quickstart)
+
+
+@app.command("prepare-data", context_settings=_OWN_ARGUMENTS, add_help_option=False)
+def _prepare_data(context: typer.Context) -> None:
+    """Render conversations into training rows with a loss mask."""
+    _delegate("prepare_data", context.args)
+
+
+@app.command("train", context_settings=_OWN_ARGUMENTS, add_help_option=False)
+def _train(context: typer.Context) -> None:
+    """Train a draft model; flags and YAML layout of vLLM's Speculators library."""
+    _delegate("train", context.args)
+
+
+app.command("evaluate", cls=MultiValueCommand)(evaluate)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code.
+
+    A :class:`SpeculatorsError` is a sentence for the user; anything else that escapes is a bug and keeps its traceback,
+    except a full disk, which the user can mend and which leaves only complete files behind.
+    """
+    try:
+        app(args=arguments, prog_name="speculators")
+    except SystemExit as exit_:
+        if exit_.code is None or isinstance(exit_.code, int):
+            return exit_.code or 0
+        print(exit_.code, file=sys.stderr)
+        return 1
+    except SpeculatorsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        where = f" for {error.filename}" if error.filename else ""
+        print(f"error: the disk is full{where}; make room and run the same command again, which goes on from the last "
+              "complete files", file=sys.stderr)
+        return 1
+    return 0

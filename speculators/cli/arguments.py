@@ -1,0 +1,64 @@
+"""Reading ``--num-speculative-tokens 3 7``: one flag, several values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from speculators.errors import ConfigError
+
+__all__ = ["MultiValueCommand", "parse_counts", "repeat_flag"]
+
+#: Flags of ``evaluate`` that take one or more integers.
+MULTI_VALUE_FLAGS = ("--num-speculative-tokens",)
+
+
+def repeat_flag(arguments: Sequence[str], flag: str) -> list[str]:
+    """Rewrite ``flag a b`` as ``flag a flag b``, as far as what follows are numbers or comma lists of numbers.
+
+    A positional argument that is itself a number is then better given before the flag, or after ``--``.
+    """
+    result: list[str] = []
+    index = 0
+    while index < len(arguments):
+        argument = arguments[index]
+        result.append(argument)
+        index += 1
+        if argument == "--":
+            return result + list(arguments[index:])
+        if argument != flag:
+            continue
+        first = index
+        while index < len(arguments) and (index == first or _is_counts(arguments[index])):
+            result.extend([arguments[index]] if index == first else [flag, arguments[index]])
+            index += 1
+    return result
+
+
+def parse_counts(values: Sequence[str], flag: str) -> list[int]:
+    """Numbers of speculative tokens out of ``["3", "7"]`` or ``["3,7"]``, ascending and without repeats.
+
+    :raises ConfigError: when one is not a whole number of at least 1.
+    """
+    counts: set[int] = set()
+    for value in values:
+        for part in value.split(","):
+            if not part.strip().isdigit() or int(part) < 1:
+                raise ConfigError(f"{flag} takes whole numbers of at least 1, such as `{flag} 3 7`, not '{value}'")
+            counts.add(int(part))
+    return sorted(counts)
+
+
+def _is_counts(text: str) -> bool:
+    return all(part.isdigit() for part in text.split(","))
+
+
+class MultiValueCommand(TyperCommand):
+    """A command whose :data:`MULTI_VALUE_FLAGS` take several values after one flag."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for flag in MULTI_VALUE_FLAGS:
+            args = repeat_flag(args, flag)
+        return super().parse_args(ctx, args)
