@@ -59,14 +59,22 @@ class PackedBatch:
     def to(self, device: torch.device | str, *, dtype: torch.dtype | None = None, non_blocking: bool = False) -> PackedBatch:
         """The same row on ``device``; ``dtype``, if given, is that of the verifier's states."""
 
-        def moved(tensor: Tensor | None, is_state: bool = False) -> Tensor | None:
-            if tensor is None:
-                return None
-            return tensor.to(device=device, dtype=dtype if is_state else None, non_blocking=non_blocking)
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, non_blocking=non_blocking)
 
-        states = ("features", "final_states")
-        tensors = ("input_ids", "loss_mask", "document_ids", "position_ids", "anchors", *states)
-        return dataclasses.replace(self, **{name: moved(getattr(self, name), name in states) for name in tensors})
+        def moved_states(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device=device, dtype=dtype, non_blocking=non_blocking)
+
+        return dataclasses.replace(
+            self,
+            input_ids=moved(self.input_ids),
+            loss_mask=moved(self.loss_mask),
+            document_ids=moved(self.document_ids),
+            position_ids=moved(self.position_ids),
+            anchors=moved(self.anchors),
+            features=moved_states(self.features),
+            final_states=moved_states(self.final_states),
+        )
 
     @classmethod
     def empty(cls, num_layers: int | None = None, hidden_size: int | None = None) -> PackedBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -97,8 +98,6 @@ def tiny_verifier(
 
 def random_rows(count: int, *, vocab: int = 64, min_length: int = 12, max_length: int = 40, seed: int = 0) -> list:
     """``count`` random :class:`speculators.data.rows.Row`: a prompt that is not supervised, then a supervised answer."""
-    import numpy as np
-
     from speculators.data.rows import Row
 
     rng = np.random.default_rng(seed)
