@@ -92,7 +92,10 @@ def run(arguments: list[str]) -> int:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
         where = f" for {error.filename}" if error.filename else ""
-        print(f"error: the disk is full{where}; make room and run the same command again, which goes on from the last "
-              "complete files", file=sys.stderr)
+        print(
+            f"error: the disk is full{where}; make room and run the same command again, which goes on from the last "
+            "complete files",
+            file=sys.stderr,
+        )
         return 1
     return 0

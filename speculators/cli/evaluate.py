@@ -11,6 +11,7 @@ __all__ = ["evaluate"]
 
 
 def evaluate(
+    *,
     checkpoint: Annotated[Path, typer.Argument(help="Folder of the draft's checkpoint.", show_default=False)],
     data: Annotated[
         list[Path],

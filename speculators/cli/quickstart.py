@@ -11,7 +11,8 @@ __all__ = ["quickstart"]
 
 
 def quickstart(
-    output: Annotated[Path, typer.Option(help="Run folder; a second run with the same one goes on where the first stopped.")] = Path(
+    *,
+    output: Annotated[Path, typer.Option(help="Run folder; a second run goes on where the first stopped.")] = Path(
         "quickstart"
     ),
     minutes: Annotated[float, typer.Option(min=1.0, help="Time to spend, on the whole.")] = 15.0,

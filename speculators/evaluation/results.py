@@ -43,7 +43,7 @@ class _Record(BaseModel):
 
 
 class DraftDescription(_Record):
-    """One draft of the evaluation: ``family`` is the checkpoint's ``speculators_model_type``, ``layout`` the block layout's name."""
+    """One draft; ``family`` is the checkpoint's ``speculators_model_type``, ``layout`` the name of its block layout."""
 
     name: str
     path: str
