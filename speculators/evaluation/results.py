@@ -160,7 +160,7 @@ def averages(benchmarks: list[BenchmarkResult]) -> list[Average]:
         for run in benchmark.runs:
             by_key.setdefault((run.draft, run.n), []).append(run)
     drafts = list(dict.fromkeys(draft for draft, _ in by_key))
-    result = []
+    result: list[Average] = []
     for draft in drafts:
         ns = sorted(n for name, n in by_key if name == draft)
         speedups = {n: fmean(run.speedup for run in by_key[draft, n]) for n in ns}
