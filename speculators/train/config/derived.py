@@ -1,0 +1,152 @@
+"""Values that depend on the family or on other settings, worked out after flags, file and defaults were merged."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import yaml
+
+from speculators.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speculators.train.config.model import TrainConfig
+
+__all__ = ["BUILT_FAMILIES", "Derived", "check_consistency", "check_runnable", "derive", "describe_derived"]
+
+#: Families this version can train.
+BUILT_FAMILIES = ("dspark", "dflash")
+#: Values of ``--logger``.
+TRACKERS = ("trackio", "wandb", "tensorboard", "mlflow")
+
+_BLOCK_FAMILIES = ("dflash", "dspark", "dflash2", "xpress")
+_SHAPING = ("num_layers", "draft_arch", "draft_hidden_act", "sliding_window", "full_attention_indices")
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The effective value of every setting whose default is None; see the settings of the same names."""
+
+    num_layers: int
+    draft_arch: Literal["llama", "qwen3"]
+    draft_hidden_act: str | None
+    sliding_window_non_causal: bool
+    block_size: int
+    sample_from_anchor: bool
+    per_position_loss_weight: Literal["fixed-exp-decay", "dpace"]
+    loss_fn: dict[str, float]
+    muon_lr: float
+    norm_before_fc: bool
+    norm_output: bool
+
+
+def derive(config: TrainConfig) -> Derived:
+    """Work out the derived values of ``config``; defaults that depend on the family are written here only."""
+    family, draft, dflash = config.speculator_type, config.draft, config.dflash
+    return Derived(
+        num_layers=draft.num_layers or (5 if family in _BLOCK_FAMILIES else 1),
+        draft_arch=draft.draft_arch or ("llama" if family == "eagle3" else "qwen3"),
+        draft_hidden_act=draft.draft_hidden_act or None,
+        sliding_window_non_causal=_or(draft.sliding_window_non_causal, family == "dflash2"),
+        block_size=dflash.block_size or (16 if family in ("dflash", "xpress") else 8),
+        sample_from_anchor=_or(dflash.sample_from_anchor, family == "dspark"),
+        per_position_loss_weight=dflash.per_position_loss_weight or ("dpace" if family == "dflash" else "fixed-exp-decay"),
+        loss_fn=_loss_weights(config),
+        muon_lr=config.optimizer.muon_lr or config.optimizer.lr,
+        norm_before_fc=_or(draft.norm_before_fc, family == "eagle3"),
+        norm_output=_or(draft.norm_output, family == "eagle3"),
+    )
+
+
+def _or(value: bool | None, default: bool) -> bool:
+    return default if value is None else value
+
+
+def _loss_weights(config: TrainConfig) -> dict[str, float]:
+    loss_fn = config.loss.loss_fn
+    from speculators.losses import resolve_loss_config  # here, so that --help need not wait for torch
+
+    if loss_fn is None:
+        # Upstream's dspark default is kl_div; see docs/differences.md.
+        family_default: dict[str, str | dict[str, float]] = {
+            "dflash": "ce",
+            "dspark": {"ce": 0.1, "tv": 0.9},
+            "xpress": {"ce": 0.1, "tv": 0.9},
+        }
+        loss_fn = family_default.get(config.speculator_type, "kl_div")
+    return resolve_loss_config(loss_fn)
+
+
+def describe_derived(config: TrainConfig) -> str:
+    """The derived values that were not given, as YAML comments."""
+    values = {name: value for name, value in dataclasses.asdict(derive(config)).items() if not config.given(name)}
+    lines = [yaml.safe_dump({name: value}, default_flow_style=True, width=1000).strip()[1:-1] for name, value in values.items()]
+    return "".join(f"# derived: {line}\n" for line in lines)
+
+
+def check_consistency(config: TrainConfig) -> None:
+    """Refuse settings that contradict each other, whatever the family.
+
+    :raises ConfigError: with one sentence.
+    """
+    draft, trainer = config.draft, config.trainer
+    if draft.from_pretrained:
+        clashing = [name for name in ("draft_config", *_SHAPING) if config.given(name)]
+        if clashing:
+            flags = ", ".join("--" + name.replace("_", "-") for name in clashing)
+            raise ConfigError(f"--from-pretrained brings the draft's shape with it; drop {flags}")
+    if (draft.d2t_path is None) != (draft.t2d_path is None):
+        raise ConfigError("--d2t-path and --t2d-path belong together; give both or neither")
+    if trainer.checkpoint_freq > 1 and trainer.checkpoint_freq != int(trainer.checkpoint_freq):
+        raise ConfigError(f"--checkpoint-freq above 1 counts whole epochs, not {trainer.checkpoint_freq}")
+    scheduler = config.scheduler
+    if scheduler.scheduler_warmup_steps is not None and scheduler.scheduler_warmup_ratio is not None:
+        warnings.warn("--scheduler-warmup-steps wins over --scheduler-warmup-ratio", UserWarning, stacklevel=4)
+    derived = derive(config)
+    if config.speculator_type in _BLOCK_FAMILIES:
+        from speculators.layout import BlockLayout
+
+        try:
+            BlockLayout(derived.block_size, derived.sample_from_anchor)
+        except ValueError as error:
+            raise ConfigError(f"--block-size: {error}") from None
+        if derived.per_position_loss_weight == "dpace" and set(derived.loss_fn) != {"ce"}:
+            if config.given("per_position_loss_weight"):
+                raise ConfigError("--per-position-loss-weight dpace needs --loss-fn ce")
+            raise ConfigError("--loss-fn other than ce with dflash needs --per-position-loss-weight fixed-exp-decay")
+    if config.speculator_type == "dspark":
+        dspark = config.dspark
+        if dspark.markov_rank == 0 and dspark.enable_confidence_head and dspark.confidence_head_with_markov:
+            raise ConfigError("--markov-rank 0 leaves no Markov embedding; add --no-confidence-head-with-markov")
+    unknown = [name for name in tracker_names(config) if name not in TRACKERS]
+    if unknown:
+        raise ConfigError(f"--logger: {unknown[0]!r} is not one of {', '.join(TRACKERS)}")
+    final_state, apply_norm = config.data.final_state, config.data.apply_verifier_norm
+    if final_state is not None and apply_norm is not None and apply_norm != (final_state == "pre_norm"):
+        flag = "--apply-verifier-norm" if apply_norm else "--no-apply-verifier-norm"
+        raise ConfigError(
+            f"--final-state {final_state} and {flag} disagree: the norm is applied to pre_norm states and not to post_norm ones"
+        )
+
+
+def tracker_names(config: TrainConfig) -> list[str]:
+    """Names in ``--logger``."""
+    return [name.strip() for name in config.logging.logger.split(",") if name.strip()]
+
+
+def check_runnable(config: TrainConfig) -> None:
+    """Refuse by name what this version cannot train yet.
+
+    :raises ConfigError: with one sentence.
+    """
+    if config.speculator_type not in BUILT_FAMILIES:
+        built = " or ".join(BUILT_FAMILIES)
+        raise ConfigError(f"--speculator-type {config.speculator_type} cannot be trained by this version yet; use {built}")
+    if config.data.hidden_states != "transformers":
+        raise ConfigError(f"--hidden-states {config.data.hidden_states} is not built yet; use --hidden-states transformers")
+    if config.trainer.fsdp_shard:
+        raise ConfigError("--fsdp-shard is not built yet; drop it: several processes train with DDP")
+    if config.trainer.gradient_checkpointing:
+        raise ConfigError("--gradient-checkpointing is not built yet; drop it, or lower --max-anchors to save memory")

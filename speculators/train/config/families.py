@@ -1,0 +1,101 @@
+"""The settings of single draft families and of hidden-states backends, by group, with upstream's names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from speculators.train.config.fields import Group, setting
+
+__all__ = [
+    "FAMILY_GROUPS",
+    "BackendSettings",
+    "DFlash2Settings",
+    "DFlashSettings",
+    "DSparkSettings",
+    "MTPSettings",
+    "PEagleSettings",
+    "XPressSettings",
+]
+
+#: Which families use which of the groups below.
+FAMILY_GROUPS: dict[str, tuple[str, ...]] = {
+    "dflash": ("dflash", "dspark", "dflash2", "xpress"),
+    "dflash2": ("dflash2",),
+    "dspark": ("dspark",),
+    "xpress": ("xpress",),
+    "peagle": ("peagle",),
+    "mtp": ("mtp",),
+}
+
+
+class DFlashSettings(Group):
+    """Block drafting, shared by dflash, dspark, dflash2 and xpress."""
+
+    block_size: int | None = setting(None, "Slots of a block, the anchor's included [16 for dflash and xpress, else 8].", ge=1)
+    sample_from_anchor: bool | None = setting(None, "The anchor's slot predicts a token too [on for dspark].")
+    dflash_decay_gamma: float = setting(4.0, "Loss weight exp(-d / gamma) of predicted token d.", gt=0.0)
+    per_position_loss_weight: Literal["fixed-exp-decay", "dpace"] | None = setting(
+        None, "Weights within a block; dpace needs --loss-fn ce [dpace for dflash, else fixed-exp-decay]."
+    )
+    dpace_alpha: float = setting(0.5, "Smoothing of dpace.", gt=0.0, le=1.0)
+
+
+class DFlash2Settings(Group):
+    """DFlash2 only."""
+
+    conv_kernel_size: int = setting(2, "Taps of the convolution.", ge=1)
+    conv_group_size: int = setting(16, "Channels per group of the convolution.", ge=1)
+    selector_rank: int = setting(256, "Rank of the candidate selector.", ge=1)
+    selector_top_k: int = setting(16, "Candidates per slot.", ge=1)
+    selector_loss_alpha: float = setting(1.0, "Weight of the selector's loss.", ge=0.0)
+
+
+class DSparkSettings(Group):
+    """DSpark only: Markov and confidence heads."""
+
+    markov_rank: int = setting(256, "Rank of the Markov head; 0 for none.", ge=0)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = setting("vanilla", "Form of the Markov head.")
+    enable_confidence_head: bool = setting(True, "Train a confidence head.")
+    confidence_head_with_markov: bool = setting(True, "The confidence head also reads the Markov embedding.")
+    confidence_head_alpha: float = setting(1.0, "Weight of the confidence loss.", ge=0.0)
+    confidence_detach: bool = setting(False, "Keep the confidence loss out of the decoder's gradient.", own=True)
+
+
+class XPressSettings(Group):
+    """XPress only."""
+
+    xpress_rank: int = setting(256, "Rank of the refiner.", ge=1)
+    xpress_mlp_ratio: int = setting(2, "Width of the refiner's MLP over its rank.", ge=1)
+    num_jacobi_passes: int = setting(6, "Refinement passes at decoding.", ge=1)
+    consistency_weight: float = setting(0.3, "Weight of the consistency loss.", ge=0.0)
+    consistency_passes: int = setting(3, "Passes in the consistency loss.", ge=1)
+    base_anchor_weight: float = setting(0.6, "Weight of the base logits' loss.", ge=0.0)
+    ce_from_data: bool = setting(False, "Cross-entropy against the row's tokens.")
+    base_anchor_full_weight: bool = setting(False, "No decay on the base logits' loss.")
+
+
+class PEagleSettings(Group):
+    """P-EAGLE only."""
+
+    num_depths: int = setting(8, "Depths drafted in parallel.", ge=1)
+    down_sample_ratio: float = setting(0.7, "Share of elements kept per depth.", gt=0.0, le=1.0)
+    down_sample_ratio_min: float = setting(0.2, "Least share kept.", ge=0.0, le=1.0)
+
+
+class MTPSettings(Group):
+    """Multi-token prediction only."""
+
+    num_speculative_steps: int = setting(3, "Recursive steps.", ge=1)
+    step_weight_beta: float = setting(0.6, "Weight of step k is proportional to beta^k.", gt=0.0)
+
+
+class BackendSettings(Group):
+    """Where a vLLM server leaves its hidden states."""
+
+    hidden_states_path: str | None = setting(None, "Folder of states [DATA_PATH/hidden_states].", source="vllm")
+    mooncake_master: str = setting("127.0.0.1:50051", "Mooncake master.", source="vllm")
+    mooncake_metadata_server: str = setting("P2PHANDSHAKE", "Mooncake metadata server.", source="vllm")
+    mooncake_protocol: Literal["tcp", "rdma"] = setting("tcp", "Mooncake transport.", source="vllm")
+    mooncake_device: str = setting("", "Network device of rdma.", source="vllm")
+    mooncake_global_segment_gib: float = setting(4.0, "Shared segment in GiB.", source="vllm", gt=0.0)
+    mooncake_local_buffer_gib: float = setting(2.0, "Local buffer in GiB.", source="vllm", gt=0.0)

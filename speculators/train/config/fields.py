@@ -1,0 +1,65 @@
+"""How one setting is declared: its default, its help, and who it is for, written once for command line, YAML and checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+__all__ = ["FAMILIES", "Group", "SettingInfo", "setting", "setting_info"]
+
+#: Values of ``--speculator-type``, upstream's names and order.
+FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "mtp", "dflash2", "xpress")
+
+
+class Group(BaseModel):
+    """A block of settings: one mapping in the YAML file, one section of ``--help``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SettingInfo:
+    """What is known of a setting beside its type and default.
+
+    :param families: speculator types that use it; None for all.
+    :param shaping: it shapes the draft decoder, so it contradicts ``--from-pretrained``.
+    :param own: it is not an upstream flag.
+    :param source: the hidden-states source that uses it; None for all.
+    :param cosmetic: it cannot change any loss, so a resumed run may change it.
+    """
+
+    families: tuple[str, ...] | None = None
+    shaping: bool = False
+    own: bool = False
+    source: str | None = None
+    cosmetic: bool = False
+
+
+def setting(
+    default: Any,
+    description: str,
+    *,
+    families: tuple[str, ...] | None = None,
+    shaping: bool = False,
+    own: bool = False,
+    source: str | None = None,
+    cosmetic: bool = False,
+    **constraints: Any,
+) -> Any:
+    """A pydantic field with a :class:`SettingInfo`; ``constraints`` are pydantic's (``ge``, ``gt``, ...)."""
+    info = SettingInfo(families=families, shaping=shaping, own=own, source=source, cosmetic=cosmetic)
+    field: FieldInfo
+    if isinstance(default, list):
+        field = Field(default_factory=lambda: list(default), description=description, **constraints)
+    else:
+        field = Field(default=default, description=description, **constraints)
+    field.metadata.append(info)
+    return field
+
+
+def setting_info(field: FieldInfo) -> SettingInfo:
+    """The :class:`SettingInfo` of a field made by :func:`setting`."""
+    return next((entry for entry in field.metadata if isinstance(entry, SettingInfo)), SettingInfo())
