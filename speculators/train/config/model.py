@@ -75,6 +75,12 @@ class TrainConfig(BaseModel):
     _provenance: dict[str, Provenance] = PrivateAttr(default_factory=dict)
     _argv: tuple[str, ...] = PrivateAttr(default=())
 
+    def __eq__(self, other: object) -> bool:
+        """Equal settings; where they came from does not count."""
+        return isinstance(other, TrainConfig) and self.flatten() == other.flatten()
+
+    __hash__ = None  # type: ignore[assignment]
+
     # -- the table of settings -------------------------------------------------------------------------------------------
 
     @classmethod

@@ -1,0 +1,64 @@
+"""Muon for hardware without bfloat16: the same update with the orthogonalisation in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Float32Muon", "orthogonalize"]
+
+
+def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Nearest semi-orthogonal matrix, roughly: the quintic Newton-Schulz iteration X <- aX + (bG + cG^2)X, G = X X^T.
+
+    The coefficients push singular values of the normed matrix into about 0.7 to 1.2 within a few steps instead of
+    converging to 1 (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024).
+
+    :param matrix: ``[rows, columns]``, float32.
+    """
+    a, b, c = coefficients
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix if wide else matrix.T
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.T
+
+
+class Float32Muon(torch.optim.Muon):
+    """:class:`torch.optim.Muon` with its states and arguments; only :meth:`step` computes in float32 throughout."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update; see :class:`torch.optim.Muon`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                momentum = state["momentum_buffer"]
+                momentum.lerp_(parameter.grad, 1 - group["momentum"])
+                direction = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                update = orthogonalize(direction.float(), group["ns_coefficients"], group["ns_steps"], group["eps"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"] * _shape_factor(group["adjust_lr_fn"], parameter.shape))
+        return loss
+
+
+def _shape_factor(kind: str | None, shape: torch.Size) -> float:
+    """How the learning rate depends on the matrix's shape."""
+    rows, columns = shape
+    if kind == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
