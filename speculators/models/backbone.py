@@ -1,0 +1,287 @@
+"""The block-drafting backbone: Qwen3-style decoder layers whose context is the verifier's features (KV injection).
+
+    context  C = RMSNorm(fc(concatenated features))                       [T, H], once for all layers
+    layer    q from the block; k, v = projections of C and of the block   pre-norm attention and SwiGLU MLP, residual
+    output   RMSNorm of the last layer                                    [A, K, H]
+
+Context tokens are never queries, so a context token costs ``fc`` and two projections per layer. Shape letters: T tokens of a
+packed row, A anchors, K slots, M captured layers, H hidden size, h query heads, g key/value heads, c head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from speculators.layout import WindowReference, slot_position
+from speculators.models.attention import AttentionImpl, AttentionPlan, block_attention, plan_attention
+
+__all__ = ["BlockAttention", "BlockBackbone", "BlockDecoderLayer", "LayerWindow", "RotaryEmbedding", "apply_rotary"]
+
+#: Cosines and sines ``[..., r]`` of some positions, r being the rotated part of a head.
+Rotation = tuple[Tensor, Tensor]
+
+#: (q, k_context, v_context, k_block, v_block) -> output; shapes as in :func:`~speculators.models.attention.block_attention`.
+AttendBlocks = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWindow:
+    """What a layer's slots see: ``window`` context tokens (None: all), and whether the block is causal."""
+
+    window: int | None
+    causal_block: bool
+
+
+def layer_windows(decoder: PretrainedConfig, sliding_window_non_causal: bool) -> tuple[LayerWindow, ...]:
+    """Per layer; sliding layers are causal inside the block unless ``sliding_window_non_causal``, full ones never are."""
+    types = getattr(decoder, "layer_types", None) or ["full_attention"] * decoder.num_hidden_layers
+    windows = []
+    for layer_type in types:
+        sliding = layer_type == "sliding_attention"
+        windows.append(LayerWindow(decoder.sliding_window if sliding else None, sliding and not sliding_window_non_causal))
+    return tuple(windows)
+
+
+def head_dim_of(decoder: PretrainedConfig) -> int:
+    return int(getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding from the config's ``rope_parameters``, scaled types (linear, yarn, llama3, ...) included.
+
+    Types whose frequencies depend on the sequence length (dynamic, longrope) keep those of the trained length.
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, decoder: PretrainedConfig) -> None:
+        super().__init__()
+        parameters = decoder.rope_parameters or {}
+        rope_type = parameters.get("rope_type", "default")
+        # A model may be built on the meta device; frequencies are constants and always real.
+        with torch.device("cpu"):
+            if rope_type == "default":
+                size = int(head_dim_of(decoder) * parameters.get("partial_rotary_factor", 1.0))
+                exponents = torch.arange(0, size, 2, dtype=torch.float) / size
+                frequencies, scale = 1.0 / parameters.get("rope_theta", 10000.0) ** exponents, 1.0
+            else:
+                frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](decoder, torch.device("cpu"))
+        self.scale = float(scale)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Rotation of position ids ``[...]``: cosines and sines ``[..., r]`` in ``dtype``, computed in fp32 (fp64 for fp64)."""
+        precise = torch.float64 if dtype == torch.float64 else torch.float32
+        frequencies = self.inverse_frequencies.to(device=positions.device, dtype=precise)
+        angles = positions.to(precise)[..., None] * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def apply_rotary(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the first r entries of every head.
+
+    :param heads: ``[..., heads, c]``.
+    :param rotation: ``[..., r]`` each.
+    """
+    cosines, sines = (part.unsqueeze(-2) for part in rotation)
+    size = cosines.shape[-1]
+    turned, kept = heads[..., :size], heads[..., size:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cosines + torch.cat([-second, first], dim=-1) * sines
+    return turned if kept.shape[-1] == 0 else torch.cat([turned, kept], dim=-1)
+
+
+class BlockAttention(nn.Module):
+    """Grouped-query attention with per-head RMSNorm of queries and keys; one key/value projection for context and block."""
+
+    def __init__(self, decoder: PretrainedConfig) -> None:
+        super().__init__()
+        hidden, self.head_dim = decoder.hidden_size, head_dim_of(decoder)
+        bias = bool(getattr(decoder, "attention_bias", False))
+        self.q_proj = nn.Linear(hidden, decoder.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, decoder.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, decoder.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(decoder.num_attention_heads * self.head_dim, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=decoder.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=decoder.rms_norm_eps)
+
+    def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values ``[..., g, c]`` of context rows or normed block states ``[..., H]``."""
+        keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim)))
+        return apply_rotary(keys, rotation), self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+
+    def forward(
+        self, block: Tensor, context_kv: tuple[Tensor, Tensor], block_rotation: Rotation, attend_blocks: AttendBlocks
+    ) -> Tensor:
+        """Output ``[A, K, H]`` of normed block states ``[A, K, H]``; ``context_kv`` is ``[T, g, c]`` each."""
+        queries = apply_rotary(self.q_norm(self.q_proj(block).unflatten(-1, (-1, self.head_dim))), block_rotation)
+        output = attend_blocks(queries, *context_kv, *self.keys_values(block, block_rotation))
+        return self.o_proj(output.flatten(-2))
+
+
+class GatedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))``."""
+
+    def __init__(self, decoder: PretrainedConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(decoder.hidden_size, decoder.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(decoder.hidden_size, decoder.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(decoder.intermediate_size, decoder.hidden_size, bias=False)
+        self.activation = ACT2FN[decoder.hidden_act]
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
+
+
+class BlockDecoderLayer(nn.Module):
+    """One decoder layer over blocks; the context enters as keys and values only, without the layer's input norm."""
+
+    def __init__(self, decoder: PretrainedConfig) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(decoder)
+        self.mlp = GatedMLP(decoder)
+        self.input_layernorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+
+    def forward(
+        self, block: Tensor, context_kv: tuple[Tensor, Tensor], block_rotation: Rotation, attend_blocks: AttendBlocks
+    ) -> Tensor:
+        block = block + self.self_attn(self.input_layernorm(block), context_kv, block_rotation, attend_blocks)
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+class BlockBackbone(nn.Module):
+    """Mixin that gives a model ``fc``, ``hidden_norm``, ``layers`` and ``norm`` under the checkpoint's flat names."""
+
+    layers: nn.ModuleList
+    windows: tuple[LayerWindow, ...]
+    window_reference: WindowReference
+    gradient_checkpointing: bool = False
+
+    def add_backbone(
+        self,
+        decoder: PretrainedConfig,
+        num_features: int,
+        *,
+        sliding_window_non_causal: bool = False,
+        window_reference: WindowReference = "anchor",
+    ) -> None:
+        """Create the modules; call it once, in the constructor.
+
+        :param num_features: M, captured verifier layers.
+        """
+        self.fc = nn.Linear(num_features * decoder.hidden_size, decoder.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockDecoderLayer(decoder) for _ in range(decoder.num_hidden_layers))
+        self.norm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.rotary = RotaryEmbedding(decoder)
+        self.windows = layer_windows(decoder, sliding_window_non_causal)
+        self.window_reference = window_reference
+
+    def context(self, features: Tensor) -> Tensor:
+        """Context rows ``[T, H]`` of features ``[T, M, H]`` or ``[T, M * H]``."""
+        return self.hidden_norm(self.fc(features.flatten(1).to(self.fc.weight.dtype)))
+
+    def run_blocks(
+        self,
+        block_embeds: Tensor,
+        context: Tensor,
+        context_positions: Tensor,
+        anchors: Tensor,
+        anchor_positions: Tensor,
+        document_ids: Tensor,
+        attn_impl: AttentionImpl = "document",
+    ) -> Tensor:
+        """Post-norm states of all slots, ``[A, K, H]``.
+
+        :param block_embeds: ``[A, K, H]``.
+        :param context: ``[T, H]`` as from :meth:`context`.
+        :param context_positions: position ids ``[T]``.
+        :param anchors: row positions ``[A]``.
+        :param anchor_positions: position ids ``[A]``.
+        :param document_ids: ``[T]``.
+        """
+        slots = torch.arange(block_embeds.shape[1], device=block_embeds.device)
+        block_rotation = self.rotary(slot_position(anchor_positions[:, None], slots[None, :]), block_embeds.dtype)
+        context_rotation = self.rotary(context_positions, block_embeds.dtype)
+        plans: dict[int | None, AttentionPlan] = {}
+        hidden = block_embeds
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            if attn_impl == "document" and window.window not in plans:
+                plans[window.window] = plan_attention(
+                    anchors, document_ids, window=window.window, window_reference=self.window_reference
+                )
+            attend_blocks = self._attend_blocks(anchors, document_ids, window, attn_impl, plans.get(window.window))
+
+            def run(
+                states: Tensor, rows: Tensor, layer: Any = layer, attend_blocks: AttendBlocks = attend_blocks
+            ) -> Tensor:
+                context_kv = layer.self_attn.keys_values(rows, context_rotation)
+                return layer(states, context_kv, block_rotation, attend_blocks)
+
+            if self.gradient_checkpointing and self.training:
+                hidden = checkpoint(run, hidden, context, use_reentrant=False)
+            else:
+                hidden = run(hidden, context)
+        return self.norm(hidden)
+
+    def _attend_blocks(
+        self,
+        anchors: Tensor,
+        document_ids: Tensor,
+        window: LayerWindow,
+        attn_impl: AttentionImpl,
+        plan: AttentionPlan | None,
+    ) -> AttendBlocks:
+        def attend_blocks(q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor) -> Tensor:
+            return block_attention(
+                q,
+                k_context,
+                v_context,
+                k_block,
+                v_block,
+                anchors,
+                document_ids,
+                window=window.window,
+                window_reference=self.window_reference,
+                causal_block=window.causal_block,
+                impl=attn_impl,
+                plan=plan,
+            )
+
+        return attend_blocks
+
+    def context_keys_values(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Every layer's rotated keys and values ``[T, g, c]`` of context rows: what a drafter caches."""
+        rotation = self.rotary(positions, context.dtype)
+        return [layer.self_attn.keys_values(context, rotation) for layer in self.layers]  # type: ignore[operator]
+
+    def run_cached(
+        self,
+        block_embeds: Tensor,
+        anchor_position: int,
+        attend_layers: Sequence[AttendBlocks],
+        context_kv: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Post-norm states ``[1, K, H]`` of one block over cached context.
+
+        :param block_embeds: ``[1, K, H]``.
+        :param anchor_position: position id of the anchor.
+        :param context_kv: per layer, ``[t, g, c]`` each, of the positions before the anchor.
+        """
+        slots = torch.arange(block_embeds.shape[1], device=block_embeds.device)
+        rotation = self.rotary(slot_position(anchor_position, slots)[None, :], block_embeds.dtype)
+        hidden = block_embeds
+        for layer, kv, attend_blocks in zip(self.layers, context_kv, attend_layers, strict=True):
+            hidden = layer(hidden, kv, rotation, attend_blocks)
+        return self.norm(hidden)

@@ -1,0 +1,339 @@
+"""What every family's model shares: the registry, reading and writing checkpoints, and the verifier's frozen parts.
+
+A checkpoint folder holds ``config.json`` and ``model.safetensors``. The frozen ``embed_tokens`` and ``lm_head`` are copies of
+the verifier's, so by default they are left out where the verifier can supply them (a reduced ``lm_head`` is written: engines
+need it); ``include_embeddings=True`` writes them too. Reading takes either form.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from speculators.config import SpeculatorModelConfig
+from speculators.errors import ConfigError, VerifierError
+from speculators.models.verifier_weights import VerifierPart, read_verifier_weights
+from speculators.models.vocabulary import DraftVocabularyMixin, d2t_from_t2d, t2d_from_d2t
+
+if TYPE_CHECKING:
+    from speculators.models.drafter import Drafter
+
+__all__ = ["SpeculatorModel"]
+
+WEIGHTS_NAME = "model.safetensors"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+#: Tensors that other writers leave in a file and that nothing here needs.
+_IGNORED_PREFIXES = ("verifier_lm_head.", "verifier_norm.")
+
+RegisteredModel = TypeVar("RegisteredModel", bound="type[SpeculatorModel]")
+
+
+class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
+    """Base of draft models. ``SpeculatorModel(config)`` has fresh weights, the verifier's parts included (as tests want);
+    :meth:`from_verifier` starts a draft for training and :meth:`from_pretrained` reads a checkpoint.
+    """
+
+    config_class = SpeculatorModelConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    #: Hugging Face evaluates annotations before the class exists, so this one cannot name it.
+    registry: ClassVar[dict[str, Any]] = {}
+    registry_auto_discovery: ClassVar[bool] = True
+
+    #: Tensors that a file may lack; they then start at zero (some engines' heads have no bias).
+    optional_tensors: ClassVar[frozenset[str]] = frozenset()
+
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+    layers: nn.ModuleList
+
+    def __init__(self, config: SpeculatorModelConfig) -> None:
+        if not config:
+            raise ValueError("a speculator model needs a config")
+        if not isinstance(config, SpeculatorModelConfig):
+            raise TypeError(f"a speculator model needs a SpeculatorModelConfig, not {type(config).__name__}")
+        config.tie_word_embeddings = False
+        super().__init__(config)
+
+    # ---- registry -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[RegisteredModel], RegisteredModel]:
+        """Decorator that registers a family's model class under the ``speculators_model_type`` ``name``."""
+
+        def add(subclass: RegisteredModel) -> RegisteredModel:
+            taken = SpeculatorModel.registry.get(name)
+            if taken is not None and taken.__qualname__ != subclass.__qualname__:
+                raise ValueError(f"a model for {name!r} is already registered")
+            SpeculatorModel.registry[name] = subclass
+            return subclass
+
+        return add
+
+    @classmethod
+    def registered_model_class_from_config(cls, config: SpeculatorModelConfig) -> type[SpeculatorModel]:
+        """The model class of a config.
+
+        :raises TypeError: not a speculator's config.
+        :raises ConfigError: no model is registered for it.
+        """
+        if not isinstance(config, SpeculatorModelConfig):
+            raise TypeError(f"expected a SpeculatorModelConfig, not {type(config).__name__}")
+        SpeculatorModelConfig.registered_classes()
+        for model_class in SpeculatorModel.registry.values():
+            if type(config) is model_class.config_class:
+                return model_class
+        raise ConfigError(f"no draft model is registered for {type(config).__name__}")
+
+    @property
+    def target_layer_ids(self) -> list[int]:
+        """Verifier layers whose states the draft reads, in order; id k is the residual stream after k layers."""
+        raise NotImplementedError
+
+    def drafter(self, **options: Any) -> Drafter:
+        """The decoder's view of this model; options are the family's."""
+        raise NotImplementedError
+
+    # ---- fresh models ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_verifier(
+        cls,
+        config: SpeculatorModelConfig,
+        *,
+        t2d: Tensor | None = None,
+        d2t: Tensor | None = None,
+        verifier: str | os.PathLike[str] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """A draft to be trained: fresh weights from torch's global generator, frozen parts from the verifier.
+
+        :param t2d: bool ``[V]``, ``d2t``: int ``[D]``; required together when the draft's vocabulary is reduced.
+        :param verifier: folder or hub id; the config's own when None.
+        :raises ConfigError: mappings are missing or do not fit.
+        :raises VerifierError: the verifier cannot be read or does not fit.
+        """
+        model_class = cls if cls is not SpeculatorModel else cls.registered_model_class_from_config(config)
+        model: Any = model_class(config)
+        if model.reduced_vocabulary and t2d is None:
+            raise ConfigError(
+                f"draft_vocab_size {model.draft_vocab_size} is below the verifier's {model.verifier_vocab_size}, so a vocabulary "
+                "mapping is needed; give t2d and d2t"
+            )
+        model.load_vocab_mappings(t2d, d2t)
+        model = model.to(dtype)
+        model.load_verifier_weights(verifier)
+        return model
+
+    def load_verifier_weights(
+        self, verifier: str | os.PathLike[str] | None = None, names: tuple[str, ...] = (EMBEDDING, HEAD)
+    ) -> None:
+        """Copy ``embed_tokens`` and ``lm_head`` (its rows of the draft vocabulary) from the verifier.
+
+        :raises VerifierError: no verifier is named, it cannot be read, or its shapes differ.
+        """
+        source = verifier if verifier is not None else self._verifier_name()
+        if source is None:
+            raise VerifierError(
+                f"{' and '.join(names)} must come from the verifier, but the config names none; give its folder with verifier="
+            )
+        wanted: dict[str, VerifierPart] = {EMBEDDING: "embed_tokens", HEAD: "lm_head"}
+        tensors = read_verifier_weights(source, [wanted[name] for name in names])
+        for name in names:
+            tensor = tensors[wanted[name]]
+            owner: Any = self.embed_tokens if name == EMBEDDING else self.lm_head
+            if tensor.shape != (self.verifier_vocab_size, owner.weight.shape[1]):
+                raise VerifierError(
+                    f"the verifier's {wanted[name]} is {list(tensor.shape)}, but the draft's config asks for "
+                    f"{[self.verifier_vocab_size, owner.weight.shape[1]]}; use the verifier that the draft was made for"
+                )
+            if name == HEAD and self.t2d is not None:
+                tensor = tensor[self.t2d.to(tensor.device)]
+            device = owner.weight.device if not owner.weight.is_meta else self.device
+            owner.weight = nn.Parameter(
+                tensor.to(device=device, dtype=owner.weight.dtype, copy=True), requires_grad=False
+            )
+
+    def _verifier_name(self) -> str | None:
+        speculators_config = self.config.speculators_config
+        return speculators_config.verifier.name_or_path if speculators_config is not None else None
+
+    # ---- reading --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *,
+        config: SpeculatorModelConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        verifier: str | os.PathLike[str] | None = None,
+        t2d: Tensor | None = None,
+        d2t: Tensor | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        revision: str = "main",
+    ) -> Self:
+        """Read a checkpoint: a folder or a hub repository with ``config.json`` and ``model.safetensors``.
+
+        The verifier is read only for frozen parts that the file lacks.
+
+        :param dtype: of all floating-point weights in memory.
+        :param verifier: folder or hub id that takes the place of the config's.
+        :param t2d: vocabulary tables, for a file that has none.
+        :raises ConfigError: the config or the tensors are missing, superfluous or of another shape.
+        :raises VerifierError: a part that only the verifier has cannot be read.
+        """
+        if pretrained_model_name_or_path is None:
+            raise ValueError("from_pretrained needs a checkpoint folder; use from_verifier for a new draft")
+        path = str(pretrained_model_name_or_path)
+        where = {"cache_dir": cache_dir, "local_files_only": local_files_only, "token": token, "revision": revision}
+        if config is None:
+            config = SpeculatorModelConfig.from_pretrained(path, **where)
+        model_class = cls.registered_model_class_from_config(config)
+        if not issubclass(model_class, cls):
+            raise ConfigError(f"{path!r} holds a {model_class.__name__}, not a {cls.__name__}; load it with SpeculatorModel")
+        # No memory is spent on weights that are about to be replaced.
+        with torch.device("meta"):
+            model: Any = model_class(config)
+        tensors = _read_checkpoint(path, where)
+        model._load(path, tensors, dtype=dtype, verifier=verifier, t2d=t2d, d2t=d2t)
+        return model.to(device).eval()
+
+    def _load(
+        self,
+        path: str,
+        tensors: dict[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        verifier: str | os.PathLike[str] | None,
+        t2d: Tensor | None,
+        d2t: Tensor | None,
+    ) -> None:
+        """Fill a model that was built on the meta device."""
+        self._load_tables(path, tensors, t2d, d2t)
+        expected = {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
+        tensors = {name: value for name, value in tensors.items() if not name.startswith(_IGNORED_PREFIXES)}
+        borrowed = tuple(name for name in (EMBEDDING, HEAD) if name in expected and name not in tensors)
+        missing = sorted(set(expected) - set(tensors) - set(borrowed) - self.optional_tensors)
+        unexpected = sorted(set(tensors) - set(expected))
+        if missing or unexpected:
+            raise ConfigError(
+                f"the weights of {path!r} do not fit its config: missing {missing or 'nothing'}, "
+                f"unexpected {unexpected or 'nothing'}; the file is incomplete or of another family"
+            )
+        loaded: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.shape != expected[name].shape:
+                raise ConfigError(
+                    f"{name} in {path!r} is {list(tensor.shape)}, but its config asks for {list(expected[name].shape)}"
+                )
+            loaded[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name in self.optional_tensors & set(expected) - set(tensors):
+            loaded[name] = torch.zeros(expected[name].shape, dtype=dtype)
+        for name in borrowed:
+            owner: Any = self.embed_tokens if name == EMBEDDING else self.lm_head
+            owner.weight = nn.Parameter(torch.empty(expected[name].shape, dtype=dtype, device="cpu"), requires_grad=False)
+        if borrowed:
+            self.load_verifier_weights(verifier, borrowed)
+        self.load_state_dict(loaded, strict=False, assign=True)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name not in (EMBEDDING, HEAD))
+
+    def _load_tables(self, path: str, tensors: dict[str, Tensor], t2d: Tensor | None, d2t: Tensor | None) -> None:
+        stored_d2t, stored_t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        if not self.reduced_vocabulary:
+            return
+        if stored_d2t is None and stored_t2d is None:
+            if t2d is None or d2t is None:
+                raise ConfigError(f"{path!r} has a reduced vocabulary but neither d2t nor t2d; give both as arguments")
+            stored_d2t, stored_t2d = d2t, t2d
+        elif stored_t2d is None and stored_d2t is not None:
+            stored_t2d = t2d_from_d2t(stored_d2t, self.verifier_vocab_size)
+        elif stored_d2t is None and stored_t2d is not None:
+            stored_d2t = d2t_from_t2d(stored_t2d.bool())
+        self.load_vocab_mappings(stored_t2d, stored_d2t)
+
+    # ---- writing --------------------------------------------------------------------------------------------------
+
+    def checkpoint_tensors(
+        self, *, dtype: torch.dtype | None = None, include_embeddings: bool = False, state_dict: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Tensors as the file holds them: on the CPU, contiguous, floats in ``dtype`` (their own when None).
+
+        :param state_dict: what to write instead of the model's own state (as gathered from shards); the model's frozen parts and
+            tables fill in what it lacks.
+        """
+        tensors = dict(self.state_dict())
+        if state_dict is not None:
+            tensors.update(state_dict)
+        if not include_embeddings:
+            tensors.pop(EMBEDDING, None)
+            if not self.reduced_vocabulary:
+                tensors.pop(HEAD, None)
+        written = {}
+        for name, tensor in tensors.items():
+            value = tensor.detach()
+            value = value.to(device="cpu", dtype=dtype if dtype is not None and value.is_floating_point() else value.dtype)
+            written[name] = value.contiguous()
+        return written
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        include_embeddings: bool = False,
+        state_dict: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Write the checkpoint folder (created if absent). A reader never sees half a file: each is renamed into place.
+
+        :param dtype: of the floating-point tensors; None keeps the model's. Serving engines expect bfloat16.
+        :param include_embeddings: also write ``embed_tokens``, and ``lm_head`` where the vocabulary is whole.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = self.checkpoint_tensors(dtype=dtype, include_embeddings=include_embeddings, state_dict=state_dict)
+        temporary = folder / f".{WEIGHTS_NAME}.tmp"
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            os.replace(temporary, folder / WEIGHTS_NAME)
+        except SafetensorError as error:
+            raise OSError(f"could not write {folder / WEIGHTS_NAME}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        self.checkpoint_config(dtype).save_pretrained(folder)
+
+    def checkpoint_config(self, dtype: torch.dtype | None = None) -> SpeculatorModelConfig:
+        """The config as written beside the weights: the class's name as architecture, the weights' dtype."""
+        return self.config.copy(architectures=[type(self).__name__], dtype=dtype or self.dtype)
+
+
+def _read_checkpoint(path: str, where: dict[str, Any]) -> dict[str, Tensor]:
+    """All tensors of a checkpoint's ``model.safetensors``, in their own dtypes."""
+    file_path: Any = os.path.join(path, WEIGHTS_NAME)
+    if not os.path.isdir(path):
+        try:
+            file_path = cached_file(path, WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **where)
+        except (OSError, ValueError):
+            file_path = None
+    if file_path is None or not os.path.isfile(file_path):
+        raise ConfigError(f"no {WEIGHTS_NAME} at {path!r}; give the folder of a speculator checkpoint")
+    try:
+        with safe_open(file_path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {file_path} ({error}); the file is torn, take another checkpoint") from error

@@ -1,0 +1,133 @@
+"""From a verifier's config and training settings to the draft's config.
+
+The draft has the verifier's hidden size and vocabulary, and by default its heads, head size, feed-forward size and rotary
+embedding; its decoder layers are always Qwen3-style (per-head query and key norms), which serving engines expect.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PretrainedConfig, Qwen3Config
+
+from speculators.errors import ConfigError
+from speculators.models.verifier_weights import text_config
+
+__all__ = ["build_draft_config", "check_layer_ids", "default_layer_ids"]
+
+#: Rotary settings of a verifier that a text-only draft drops: image and video sections, and a part of each head left unrotated.
+_DROPPED_ROPE_KEYS = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
+
+
+def default_layer_ids(num_hidden_layers: int) -> list[int]:
+    """Verifier layers captured by default: early, middle and late; ``[2, n // 2, n - 3]``, made distinct for tiny verifiers."""
+    wanted = (2, num_hidden_layers // 2, num_hidden_layers - 3)
+    return sorted({min(max(layer, 0), num_hidden_layers) for layer in wanted})
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_hidden_layers: int | None = None) -> None:
+    """Refuse layer ids that repeat or do not exist; id k is the residual stream after k layers, 0 the embeddings.
+
+    :raises ConfigError: with one sentence.
+    """
+    if not layer_ids:
+        raise ConfigError("no verifier layer is captured; give at least one target layer id")
+    if len(set(layer_ids)) != len(layer_ids):
+        raise ConfigError(f"target layer ids {list(layer_ids)} must be distinct")
+    highest = num_hidden_layers if num_hidden_layers is not None else max(layer_ids)
+    if min(layer_ids) < 0 or max(layer_ids) > highest:
+        raise ConfigError(f"target layer ids {list(layer_ids)} must lie within [0, {highest}], the verifier's layers")
+
+
+def build_draft_config(
+    verifier_config: PretrainedConfig,
+    *,
+    num_layers: int = 5,
+    draft_arch: str | None = None,
+    draft_hidden_act: str | None = "silu",
+    sliding_window: int | None = 2048,
+    full_attention_indices: Sequence[int] = (),
+) -> Qwen3Config:
+    """Decoder config of a block-drafting draft.
+
+    :param verifier_config: the verifier's; of a composite one, the language model's part counts.
+    :param num_layers: draft layers.
+    :param draft_arch: ``qwen3`` or None; block drafts have no other architecture.
+    :param draft_hidden_act: activation; None or empty takes the verifier's.
+    :param sliding_window: tokens of context that a sliding layer sees; None or 0 makes every layer full.
+    :param full_attention_indices: draft layers that see the whole context; the others slide.
+    :raises ConfigError: a setting does not fit.
+    """
+    if draft_arch not in (None, "qwen3"):
+        raise ConfigError(
+            f"draft_arch {draft_arch!r} does not exist for block drafts, whose layers are Qwen3-style; leave it out or use qwen3"
+        )
+    if num_layers < 1:
+        raise ConfigError(f"num_layers is {num_layers}, but a draft needs at least one layer")
+    outside = [index for index in full_attention_indices if not 0 <= index < num_layers]
+    if outside:
+        raise ConfigError(f"full_attention_indices {outside} are not layers of a draft with {num_layers} layers, numbered from 0")
+    if sliding_window is not None and sliding_window < 0:
+        raise ConfigError(f"sliding_window is {sliding_window}; give a number of tokens, or 0 for full attention")
+
+    text = text_config(verifier_config)
+    heads, kv_heads, head_dim = _heads(text)
+    full = set(range(num_layers)) if not sliding_window else set(full_attention_indices)
+    slides = len(full) < num_layers
+    return Qwen3Config(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=_intermediate_size(text),
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_act=draft_hidden_act or _value(text, "hidden_act", "silu"),
+        max_position_embeddings=_value(text, "max_position_embeddings", 32768),
+        initializer_range=_value(text, "initializer_range", 0.02),
+        rms_norm_eps=_value(text, "rms_norm_eps", 1e-6),
+        attention_bias=False,
+        attention_dropout=0.0,
+        tie_word_embeddings=False,
+        rope_parameters=_rope_parameters(text),
+        use_sliding_window=slides,
+        sliding_window=sliding_window if slides else None,
+        max_window_layers=0,
+        layer_types=["full_attention" if layer in full else "sliding_attention" for layer in range(num_layers)],
+    )
+
+
+def _value(config: PretrainedConfig, name: str, default: Any) -> Any:
+    value = getattr(config, name, None)
+    return default if value is None else value
+
+
+def _heads(text: PretrainedConfig) -> tuple[int, int, int]:
+    """Query heads, key heads and head size."""
+    if getattr(text, "kv_lora_rank", None):
+        # Latent attention has no grouped heads to copy; heads of 128 and 8 key heads are what the published drafts use.
+        heads = max(text.hidden_size // 128, 1)
+        return heads, 8 if heads % 8 == 0 else heads, min(128, text.hidden_size)
+    heads = text.num_attention_heads
+    return heads, _value(text, "num_key_value_heads", heads), _value(text, "head_dim", text.hidden_size // heads)
+
+
+def _intermediate_size(text: PretrainedConfig) -> int:
+    size = _value(text, "intermediate_size", 4 * text.hidden_size)
+    # Some configs list one size per layer.
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
+def _rope_parameters(text: PretrainedConfig) -> dict[str, Any]:
+    parameters = copy.deepcopy(getattr(text, "rope_parameters", None) or {})
+    # One set per layer type: the draft takes the sliding layers' (upstream's choice), else the full layers'.
+    for layer_type in ("sliding_attention", "full_attention"):
+        if isinstance(parameters.get(layer_type), dict):
+            parameters = parameters[layer_type]
+            break
+    parameters = {key: value for key, value in parameters.items() if key not in _DROPPED_ROPE_KEYS}
+    if parameters.get("rope_type", "default") in ("default", "mrope", "proportional"):
+        parameters = {"rope_type": "default", "rope_theta": parameters.get("rope_theta", _value(text, "rope_theta", 10000.0))}
+    return parameters

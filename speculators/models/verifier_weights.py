@@ -1,0 +1,258 @@
+"""The verifier's frozen parts that a draft borrows: token embedding, output head and final norm, read from its files.
+
+Only the tensors asked for are read. Shape letters: V verifier and D draft vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+from transformers.utils import cached_file
+
+from speculators.errors import VerifierError
+
+__all__ = ["VerifierHead", "VerifierPart", "norm_adds_one", "read_verifier_config", "read_verifier_weights", "text_config"]
+
+VerifierPart = Literal["embed_tokens", "lm_head", "norm"]
+
+#: Names under which models keep each part: the usual one first, which also counts as a suffix, then those of other code bases.
+_NAMES: dict[VerifierPart, tuple[str, ...]] = {
+    "embed_tokens": (
+        "model.embed_tokens.weight",
+        "embed_tokens.weight",
+        "tok_embeddings.weight",
+        "llm.embed.weight",
+        "backbone.embeddings.weight",
+        "word_embeddings.weight",
+        "wte.weight",
+    ),
+    "lm_head": ("lm_head.weight", "output.weight", "llm.unembed.weight"),
+    "norm": ("model.norm.weight", "norm.weight", "llm.norm.weight", "backbone.norm_f.weight"),
+}
+
+#: Parts of composite models that have embeddings and norms of their own.
+_FOREIGN = ("layers.", "vision", "visual", "audio", "mtp", "encoder.")
+
+#: Model types whose RMSNorm multiplies by 1 + weight (read off transformers' modelling code); all others multiply by weight.
+_NORM_ADDS_ONE = frozenset(
+    "gemma gemma2 gemma3 gemma3_text recurrent_gemma vaultgemma t5gemma t5gemma2 qwen3_next qwen3_5 qwen3_5_text "
+    "qwen3_5_moe qwen3_5_moe_text minimax_m3_vl minimax_m3_vl_text step3p7 step3p7_text".split()
+)
+
+_WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The language model's part of a config; the config itself if it is not composite."""
+    return config.get_text_config()
+
+
+def norm_adds_one(config: PretrainedConfig) -> bool:
+    """Whether the verifier's RMSNorm computes ``x * (1 + weight)`` instead of ``x * weight``."""
+    return config.model_type in _NORM_ADDS_ONE or text_config(config).model_type in _NORM_ADDS_ONE
+
+
+def read_verifier_config(name_or_path: str | os.PathLike[str], trust_remote_code: bool = False) -> PretrainedConfig:
+    """The verifier's config.
+
+    :raises VerifierError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise VerifierError(
+            f"no readable model config at {str(name_or_path)!r}; give the verifier's folder or hub id with --verifier-name-or-path"
+        ) from error
+
+
+def read_verifier_weights(name_or_path: str | os.PathLike[str], parts: Iterable[VerifierPart]) -> dict[VerifierPart, Tensor]:
+    """Tensors of a verifier, on the CPU and in their own dtype: ``embed_tokens`` [V, H], ``lm_head`` [V, H], ``norm`` [H].
+
+    A verifier without an output head of its own has tied embeddings, which then serve as ``lm_head``.
+
+    :param name_or_path: folder or hub id; a hub id is looked up as transformers does.
+    :raises VerifierError: no weights there, or a part is missing, quantised or unreadable.
+    """
+    index = _weight_index(name_or_path)
+    found: dict[VerifierPart, Tensor] = {}
+    for part in parts:
+        name = _find(index, part)
+        if name is None and part == "lm_head":
+            name = _find(index, "embed_tokens")
+        if name is None:
+            raise VerifierError(
+                f"the verifier {str(name_or_path)!r} has no tensor that looks like its {part}; its weight names are not known here"
+            )
+        tensor = _read(name_or_path, index[name], name)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise VerifierError(
+                f"the verifier's {name} is quantised ({str(tensor.dtype).removeprefix('torch.')}); point to an unquantised copy"
+            )
+        found[part] = tensor
+    return found
+
+
+def _find(index: dict[str, str], part: VerifierPart) -> str | None:
+    for known in _NAMES[part]:
+        if known in index:
+            return known
+    own = [name for name in index if not any(mark in name for mark in _FOREIGN)]
+    for known in _NAMES[part]:
+        matches = [name for name in own if name.endswith("." + known)]
+        if matches:
+            return min(matches, key=lambda name: (len(name), name))
+    return None
+
+
+def _locate(name_or_path: str | os.PathLike[str], filename: str) -> Path | None:
+    if os.path.isdir(name_or_path):
+        path = Path(name_or_path) / filename
+        return path if path.is_file() else None
+    try:
+        found = cached_file(str(name_or_path), filename, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):
+        return None
+    return Path(found) if found else None
+
+
+def _weight_index(name_or_path: str | os.PathLike[str]) -> dict[str, str]:
+    """Tensor name -> file name."""
+    for filename in _WEIGHT_FILES:
+        path = _locate(name_or_path, filename)
+        if path is None:
+            continue
+        try:
+            if filename.endswith(".index.json"):
+                return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+            if filename.endswith(".safetensors"):
+                with safe_open(path, framework="pt") as file:
+                    return dict.fromkeys(file.keys(), filename)
+            return dict.fromkeys(torch.load(path, weights_only=True, mmap=True, map_location="cpu"), filename)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise VerifierError(f"cannot read the verifier's {path} ({error}); fetch the file again") from error
+    raise VerifierError(
+        f"no verifier weights at {str(name_or_path)!r}; give the folder that holds the verifier's model.safetensors or its index"
+    )
+
+
+def _read(name_or_path: str | os.PathLike[str], filename: str, name: str) -> Tensor:
+    path = _locate(name_or_path, filename)
+    if path is None:
+        raise VerifierError(f"the verifier {str(name_or_path)!r} lacks its weight file {filename}; fetch it again")
+    try:
+        if filename.endswith(".safetensors"):
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+        # Cloned, because the mapped file would otherwise stay open.
+        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")[name].clone()
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise VerifierError(f"cannot read {name} from the verifier's {path} ({error}); fetch the file again") from error
+
+
+class VerifierHead(nn.Module):
+    """The verifier's output head, frozen: states to logits of the draft vocabulary or of the whole one.
+
+    Logit scales and soft caps of the verifier's own head are applied (Cohere, Granite, Gemma, ...). Nothing of it is in
+    ``state_dict``.
+
+    :param weight: output rows ``[V, H]``.
+    :param t2d: bool ``[V]``, the draft vocabulary; None keeps all.
+    :param norm_weight: final RMSNorm's weight ``[H]``; None if :meth:`normalize` will not be needed.
+    """
+
+    weight: Tensor
+    draft_weight: Tensor
+    norm_weight: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, config: PretrainedConfig, t2d: Tensor | None = None, norm_weight: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        text = text_config(config)
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("draft_weight", weight if t2d is None else weight[t2d.to(weight.device)], persistent=False)
+        self.register_buffer("norm_weight", norm_weight, persistent=False)
+        self.adds_one = norm_adds_one(config)
+        self.eps = _first(text, ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps"), 1e-6)
+        self.scale = (
+            _first(text, ("logit_scale",), 1.0)
+            * _first(text, ("lm_head_multiplier",), 1.0)
+            / _first(text, ("logits_scaling",), 1.0)
+        )
+        self.softcap: float | None = _first(text, ("final_logit_softcapping",), None)
+
+    @classmethod
+    def from_folder(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        t2d: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        with_norm: bool = True,
+        config: PretrainedConfig | None = None,
+    ) -> VerifierHead:
+        """Read the head from a verifier.
+
+        :param t2d: bool ``[V]``.
+        :param with_norm: also read the final norm, for :meth:`normalize`.
+        :param config: the verifier's config, if already at hand.
+        :raises VerifierError: files are missing or do not fit, or the final norm is no RMSNorm.
+        """
+        config = read_verifier_config(name_or_path) if config is None else config
+        parts: list[VerifierPart] = ["lm_head", "norm"] if with_norm else ["lm_head"]
+        tensors = read_verifier_weights(name_or_path, parts)
+        weight = tensors["lm_head"].to(dtype)
+        if t2d is not None and t2d.shape[0] != weight.shape[0]:
+            raise VerifierError(
+                f"the vocabulary mapping covers {t2d.shape[0]} ids, but the verifier's head has {weight.shape[0]} rows; "
+                "build the mapping for this verifier"
+            )
+        norm = tensors["norm"].to(dtype) if with_norm else None
+        return cls(weight, config, t2d, norm)
+
+    def normalize(self, states: Tensor) -> Tensor:
+        """Final norm of *pre-norm* states ``[..., H]``, statistics in fp32 (fp64 for fp64).
+
+        :raises VerifierError: the head was made without the norm's weight.
+        """
+        if self.norm_weight is None:
+            raise VerifierError("pre-norm states need the verifier's final norm, but this head was read without it")
+        precise = states if states.dtype == torch.float64 else states.float()
+        normed = precise * torch.rsqrt(precise.square().mean(dim=-1, keepdim=True) + self.eps)
+        gain = self.norm_weight.to(precise.dtype)
+        return (normed * (1.0 + gain if self.adds_one else gain)).to(states.dtype)
+
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """Logits of the draft vocabulary ``[..., D]`` of post-norm states ``[..., H]``."""
+        return self._logits(states, self.draft_weight)
+
+    def full_logits(self, states: Tensor) -> Tensor:
+        """Logits of all ids ``[..., V]`` of post-norm states ``[..., H]``."""
+        return self._logits(states, self.weight)
+
+    def _logits(self, states: Tensor, rows: Tensor) -> Tensor:
+        logits = F.linear(states.to(rows.dtype), rows)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+def _first(config: PretrainedConfig, names: tuple[str, ...], default: Any) -> Any:
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return default
