@@ -3,10 +3,13 @@
 from speculators.decoding.acceptance import Chance, RandomChance, accept_block, verify_greedy
 from speculators.decoding.decoder import Decoded, Decoder, Seconds
 from speculators.decoding.near_ties import NEAR_TIE_MARGIN, GreedyComparison, GreedyDifference, NearTie, compare_greedy
+from speculators.decoding.prediction import AcceptancePrediction
+from speculators.decoding.replay import ReplayedRow, replay_row, require_own_answers
 from speculators.decoding.statistics import AcceptanceStatistics, Round
 
 __all__ = [
     "NEAR_TIE_MARGIN",
+    "AcceptancePrediction",
     "AcceptanceStatistics",
     "Chance",
     "Decoded",
@@ -15,9 +18,12 @@ __all__ = [
     "GreedyDifference",
     "NearTie",
     "RandomChance",
+    "ReplayedRow",
     "Round",
     "Seconds",
     "accept_block",
     "compare_greedy",
+    "replay_row",
+    "require_own_answers",
     "verify_greedy",
 ]

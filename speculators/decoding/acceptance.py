@@ -87,10 +87,7 @@ def residual_distribution(p: Tensor, q: Tensor, verifier_ids: Tensor | None) -> 
     :param q: draft distribution ``[D]``.
     :param verifier_ids: verifier id of each draft id, ``[D]``; None when the vocabularies are the same.
     """
-    if verifier_ids is None:
-        rest = p - q
-    else:
-        rest = p.index_add(0, verifier_ids, q.to(p.dtype), alpha=-1)
+    rest = p - q if verifier_ids is None else p.index_add(0, verifier_ids, q.to(p.dtype), alpha=-1)
     rest = rest.clamp_min(0.0)
     total = rest.sum()
     # Nothing is left only where p equals q up to rounding; any token drawn from p is right then.
@@ -98,7 +95,7 @@ def residual_distribution(p: Tensor, q: Tensor, verifier_ids: Tensor | None) -> 
 
 
 def accept_block(
-    p: Tensor, q: Tensor, tokens: Tensor, draft_ids: Tensor, verifier_ids: Tensor | None, chance: Chance
+    p: Tensor, q: Tensor, tokens: Tensor, draft_ids: Tensor, *, verifier_ids: Tensor | None, chance: Chance
 ) -> tuple[int, int]:
     """The rule for one block.
 

@@ -8,7 +8,7 @@ One round of a request, when the newest token (the *anchor*) sits at position a 
 1. the drafter proposes x_1..x_n after the anchor;
 2. the verifier appends [anchor, x_1, ..., x_n] and returns n + 1 rows of logits;
 3. the acceptance rule keeps k of them and yields one token more, the next anchor;
-4. the verifier is rolled back to a + 1 + k tokens, and the drafter's context is extended by the features of [anchor, x_1, ..., x_k].
+4. the verifier is rolled back to a + 1 + k tokens; the features of [anchor, x_1, ..., x_k] extend the drafter's context.
 """
 
 from __future__ import annotations
@@ -266,9 +266,7 @@ class Decoder:
             return [None] * len(requests)
         anchors = [request.tokens[-1] for request in requests]
         generator = requests[0].chance.generator
-        return [
-            *self.drafter.propose(anchors, self.num_draft_tokens, self.sampling, generator, full_block=self.full_block)
-        ]
+        return [*self.drafter.propose(anchors, self.num_draft_tokens, self.sampling, generator, full_block=self.full_block)]
 
     def _block(self, request: _Request, draft: Draft | None, device: torch.device) -> Tensor:
         """What the verifier appends: the anchor and the drafted tokens ``[1 + n]``; nothing once the request has finished."""
@@ -283,9 +281,7 @@ class Decoder:
             room = min(room, self.context_length - request.anchor - 1)
         return torch.cat([anchor, draft.tokens[:room].to(device)])
 
-    def _settle(
-        self, request: _Request, draft: Draft | None, block: Tensor, logits: Tensor, eos_ids: Collection[int]
-    ) -> Round:
+    def _settle(self, request: _Request, draft: Draft | None, block: Tensor, logits: Tensor, eos_ids: Collection[int]) -> Round:
         """Apply the rule to one verified block ``[1 + n]`` with its logits ``[1 + n, V]``."""
         anchor = request.anchor
         drafted: list[int] = block[1:].tolist()
@@ -303,16 +299,15 @@ class Decoder:
             confidence = tuple(draft.confidence[: len(drafted)].tolist())
         return Round(anchor, len(drafted), accepted, len(emitted), kept, ended, complete, confidence)
 
-    def _accept(
-        self, logits: Tensor, draft: Draft | None, chance: Chance, tokens: Tensor | None = None
-    ) -> tuple[int, int]:
+    def _accept(self, logits: Tensor, draft: Draft | None, chance: Chance, tokens: Tensor | None = None) -> tuple[int, int]:
         if self.sampling.greedy:
             return verify_greedy(logits, logits.new_empty(0, dtype=torch.long) if tokens is None else tokens)
         p = probabilities(logits, self.sampling)
         if draft is None or tokens is None or draft.probabilities is None or self.drafter is None:
             return 0, chance.choose(p[0])
         n = tokens.shape[0]
-        return accept_block(p, draft.probabilities[:n], tokens, draft.draft_ids[:n], self.drafter.verifier_ids, chance)
+        q, draft_ids = draft.probabilities[:n], draft.draft_ids[:n]
+        return accept_block(p, q, tokens, draft_ids, verifier_ids=self.drafter.verifier_ids, chance=chance)
 
 
 def _now(device: torch.device) -> float:

@@ -84,8 +84,8 @@ def compare_greedy(
     baseline: Sequence[int],
     candidate: Sequence[int],
     max_new_tokens: int,
-    eos_ids: Collection[int] = (),
     *,
+    eos_ids: Collection[int] = (),
     prompt_index: int = 0,
     margin: float = NEAR_TIE_MARGIN,
 ) -> GreedyComparison:
@@ -120,9 +120,7 @@ def compare_greedy(
         start = position + 1
         if start >= len(baseline):
             return result
-        candidate = decoder.decode(
-            [*prompt, *baseline[:start]], max_new_tokens - start, eos_ids, index=prompt_index
-        ).tokens
+        candidate = decoder.decode([*prompt, *baseline[:start]], max_new_tokens - start, eos_ids, index=prompt_index).tokens
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -48,8 +48,8 @@ class AcceptanceStatistics:
     emitted: int = 0
     generated: int = 0  #: tokens in the outputs, the first one of each request (sampled at prefill) included
     drafted_at: list[int] = field(default_factory=list)  #: rounds that drafted a k-th token
-    reached_at: list[int] = field(default_factory=list)  #: those whose earlier tokens were all accepted, none ending the request
-    accepted_at: list[int] = field(default_factory=list)  #: those whose k-th token was accepted as well
+    reached_at: list[int] = field(default_factory=list)  #: of these, those that accepted all earlier tokens and went on
+    accepted_at: list[int] = field(default_factory=list)  #: of these, those that accepted the k-th token
 
     def add(self, rounds: Iterable[Round], generated: int) -> None:
         """Add the rounds of one request and the number of tokens it generated."""
