@@ -78,6 +78,12 @@ class BlockDrafter:
         windows = [layer.window for layer in model.windows]
         self._reach = None if None in windows else max(window for window in windows if window is not None)
 
+    @property
+    def verifier_ids(self) -> Tensor | None:
+        if not self.model.reduced_vocabulary:
+            return None
+        return self.model.draft_to_verifier(torch.arange(self.model.draft_vocab_size, device=self.model.fc.weight.device))
+
     def start(self, num_requests: int) -> None:
         self._contexts = [_Context() for _ in range(num_requests)]
 

@@ -35,6 +35,11 @@ class Drafter(Protocol):
     #: Verifier layers whose states :meth:`extend` takes, in order.
     layer_ids: tuple[int, ...]
 
+    @property
+    def verifier_ids(self) -> Tensor | None:
+        """Verifier id of every draft id ``[D]``; None when the draft keeps the whole vocabulary."""
+        ...
+
     def start(self, num_requests: int) -> None:
         """Forget everything and begin with so many empty requests."""
         ...
