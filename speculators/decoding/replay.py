@@ -45,9 +45,10 @@ from speculators.layout import (
 from speculators.sampling import SamplingParams, probabilities
 
 if TYPE_CHECKING:
+    from speculators.data.rows import AnswerRecord
     from speculators.losses import BlockHeads, TeacherHead
 
-__all__ = ["AnswersRecord", "ReplayModel", "ReplayedRow", "replay_row", "require_own_answers"]
+__all__ = ["ReplayModel", "ReplayedRow", "replay_row", "require_own_answers"]
 
 #: Blocks that go through the draft's layers, and through both output heads, at a time.
 BLOCKS_PER_PASS, BLOCKS_PER_HEAD = 512, 64
@@ -77,19 +78,10 @@ class ReplayModel(Protocol):
         ...
 
 
-class AnswersRecord(Protocol):
-    """How a data set's answers were made (its manifest's ``answers``)."""
-
-    on_policy: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    max_new_tokens: int
-
-
-def require_own_answers(answers: AnswersRecord | None, sampling: SamplingParams) -> None:
+def require_own_answers(answers: AnswerRecord | None, sampling: SamplingParams) -> None:
     """Refuse rows that are not the verifier's own answers under ``sampling``.
 
+    :param answers: the rows' manifest's record of how their answers came about.
     :raises DataError: when they are not, or nothing is recorded about them.
     """
     if answers is None or not answers.on_policy:
@@ -97,7 +89,7 @@ def require_own_answers(answers: AnswersRecord | None, sampling: SamplingParams)
             "these rows are not recorded as the verifier's own answers, so they cannot predict acceptance; "
             "let the verifier answer the prompts first"
         )
-    made = SamplingParams(temperature=answers.temperature, top_k=answers.top_k or 0, top_p=answers.top_p or 1.0)
+    made = SamplingParams(temperature=answers.temperature, top_k=answers.top_k, top_p=answers.top_p)
     if made != sampling and not (made.greedy and sampling.greedy):
         raise DataError(
             f"these rows were answered at {_describe(made)}, which predicts nothing about decoding at {_describe(sampling)}; "

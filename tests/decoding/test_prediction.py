@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
 
 from speculators.batch import PackedBatch
+from speculators.data.rows import AnswerRecord
 from speculators.decoding import (
     AcceptancePrediction,
     AcceptanceStatistics,
@@ -240,13 +239,13 @@ def test_mass_in_the_draft_vocabulary() -> None:
     ("answers", "fits"),
     [
         (None, False),
-        (SimpleNamespace(on_policy=False, temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=8), False),
-        (SimpleNamespace(on_policy=True, temperature=0.0, top_k=5, top_p=1.0, max_new_tokens=8), False),
-        (SimpleNamespace(on_policy=True, temperature=1.0, top_k=5, top_p=1.0, max_new_tokens=8), False),
-        (SimpleNamespace(on_policy=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8), True),
+        (AnswerRecord(on_policy=False, temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=8), False),
+        (AnswerRecord(on_policy=True, temperature=0.0, top_k=5, top_p=1.0, max_new_tokens=8), False),
+        (AnswerRecord(on_policy=True, temperature=1.0, top_k=5, top_p=1.0, max_new_tokens=8), False),
+        (AnswerRecord(on_policy=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8), True),
     ],
 )
-def test_only_own_answers_predict(answers: SimpleNamespace | None, fits: bool) -> None:
+def test_only_own_answers_predict(answers: AnswerRecord | None, fits: bool) -> None:
     sampling = SamplingParams(temperature=1.0)
     if fits:
         require_own_answers(answers, sampling)
@@ -256,7 +255,7 @@ def test_only_own_answers_predict(answers: SimpleNamespace | None, fits: bool) -
 
 
 def test_greedy_answers_predict_greedy_decoding_whatever_the_filters() -> None:
-    answers = SimpleNamespace(on_policy=True, temperature=0.0, top_k=20, top_p=0.8, max_new_tokens=8)
+    answers = AnswerRecord(on_policy=True, temperature=0.0, top_k=20, top_p=0.8, max_new_tokens=8)
     require_own_answers(answers, SamplingParams())
 
 
