@@ -161,8 +161,8 @@ class CheckpointStore:
         latest = self.latest()
         resume = f"checkpoint {latest.path}" if latest is not None else "the start"
         return (
-            f"the disk is full while saving checkpoint {number} to {self.folder}; free some space and run the same command again, "
-            f"which goes on from {resume}"
+            f"the disk is full while saving checkpoint {number} to {self.folder}; free some space and run the same command "
+            f"again, which goes on from {resume}"
         )
 
 

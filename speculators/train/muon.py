@@ -34,7 +34,7 @@ class Float32Muon(torch.optim.Muon):
     """:class:`torch.optim.Muon` with its states and arguments; only :meth:`step` computes in float32 throughout."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; see :class:`torch.optim.Muon`."""
         loss = None
         if closure is not None:

@@ -61,6 +61,11 @@ class Optimizers:
         for optimizer, _ in self._parts.values():
             optimizer.zero_grad(set_to_none=True)
 
+    def forget(self) -> None:
+        """Drop all states, as if no step had been taken."""
+        for optimizer, _ in self._parts.values():
+            optimizer.state.clear()
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Every state as "<optimiser>/<parameter>/<key>" -> tensor, in full precision."""
         out: dict[str, Tensor] = {}

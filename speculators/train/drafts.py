@@ -1,0 +1,218 @@
+"""The draft of a training: built for the verifier, or continued from an earlier draft."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from speculators.config import SpeculatorModelConfig, VerifierConfig
+from speculators.data.vocabulary import VocabularyMapping
+from speculators.errors import ConfigError
+from speculators.losses import LossConfig
+from speculators.models import DFlashSpeculatorConfig, DSparkSpeculatorConfig, SpeculatorModel
+from speculators.models.draft_config import build_draft_config, default_layer_ids
+from speculators.models.verifier_weights import text_config
+from speculators.train.config.derived import derive
+from speculators.train.config.model import TrainConfig
+
+__all__ = ["DraftInputs", "build_draft", "build_loss_config", "checkpoint_config"]
+
+_CONFIG_CLASSES: dict[str, type[DFlashSpeculatorConfig]] = {"dflash": DFlashSpeculatorConfig, "dspark": DSparkSpeculatorConfig}
+
+#: Settings that a checkpoint's config answers too, and its names for them.
+_CHECKPOINT_KEYS = {
+    "block_size": "block_size",
+    "sample_from_anchor": "sample_from_anchor",
+    "sliding_window_non_causal": "sliding_window_non_causal",
+    "sliding_window_reference": "sliding_window_reference",
+    "target_layer_ids": "aux_hidden_state_layer_ids",
+    "mask_token_id": "mask_token_id",
+    "draft_vocab_size": "draft_vocab_size",
+    "markov_rank": "markov_rank",
+    "markov_head_type": "markov_head_type",
+    "enable_confidence_head": "enable_confidence_head",
+    "confidence_head_with_markov": "confidence_head_with_markov",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """What a draft's config takes from the verifier and the data.
+
+    :param final_state: of the source's last states.
+    :param training_answers: how the data's answers were made, for the checkpoint.
+    """
+
+    verifier_path: str
+    verifier_config: PretrainedConfig
+    mask_token_id: int
+    final_state: str
+    training_answers: dict[str, Any] | None = None
+
+
+def checkpoint_config(config: TrainConfig) -> DFlashSpeculatorConfig | None:
+    """Config of ``--from-pretrained``; None when a new draft is asked for.
+
+    :raises ConfigError: for another family, or a given setting that contradicts the checkpoint.
+    """
+    path = config.draft.from_pretrained
+    if not path:
+        return None
+    found = SpeculatorModelConfig.from_pretrained(path)
+    if found.speculators_model_type != config.speculator_type or not isinstance(found, DFlashSpeculatorConfig):
+        raise ConfigError(
+            f"--from-pretrained {path} is a {found.speculators_model_type} draft; train it with "
+            f"--speculator-type {found.speculators_model_type}"
+        )
+    flat = config.flatten()
+    for name, key in _CHECKPOINT_KEYS.items():
+        if config.given(name) and hasattr(found, key) and flat[name] is not None and flat[name] != getattr(found, key):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {flat[name]} contradicts the draft in {path}, which has {getattr(found, key)}; drop it")
+    return found
+
+
+def build_draft(
+    config: TrainConfig, inputs: DraftInputs, mapping: VocabularyMapping | None, start: DFlashSpeculatorConfig | None = None
+) -> Any:
+    """The draft to train, in float32 on the CPU, its frozen parts taken from the verifier.
+
+    Fresh weights are a pure function of the seed and the shape.
+
+    :param start: config of ``--from-pretrained``, as :func:`checkpoint_config` gives it.
+    :returns: a :class:`~speculators.models.SpeculatorModel`.
+    """
+    t2d = torch.from_numpy(mapping.t2d) if mapping is not None else None
+    d2t = torch.from_numpy(mapping.d2t) if mapping is not None else None
+    values = _run_values(config, inputs)
+    if start is None:
+        draft_config = _new_config(config, inputs, mapping, values)
+    else:
+        draft_config = start.copy(**values)
+        _point_at_verifier(draft_config, inputs)
+        path = Path(config.draft.from_pretrained)
+        if not path.is_dir() or (path / "model.safetensors").is_file():
+            model: Any = SpeculatorModel.from_pretrained(
+                config.draft.from_pretrained, config=draft_config, verifier=inputs.verifier_path, t2d=t2d, d2t=d2t
+            )
+            # The frozen parts are this verifier's, also where the checkpoint carries an earlier one's.
+            model.load_verifier_weights(inputs.verifier_path)
+            return model.train()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        fresh: Any = SpeculatorModel.from_verifier(draft_config, t2d=t2d, d2t=d2t, verifier=inputs.verifier_path)
+    return fresh.train()
+
+
+def _run_values(config: TrainConfig, inputs: DraftInputs) -> dict[str, Any]:
+    """Keys of the draft's config that tell of this training."""
+    values: dict[str, Any] = {"final_state": inputs.final_state, "training_answers": inputs.training_answers}
+    if config.speculator_type == "dspark":
+        values |= {"confidence_target": config.loss.target_support, "confidence_detach": config.dspark.confidence_detach}
+    return values
+
+
+def _new_config(
+    config: TrainConfig, inputs: DraftInputs, mapping: VocabularyMapping | None, values: dict[str, Any]
+) -> DFlashSpeculatorConfig:
+    derived, draft = derive(config), config.draft
+    verifier_layers = text_config(inputs.verifier_config).num_hidden_layers
+    layer_ids = draft.target_layer_ids
+    if layer_ids is None:
+        layer_ids = default_layer_ids(verifier_layers)
+        warnings.warn(
+            f"--target-layer-ids not given: capturing {layer_ids} of {verifier_layers} layers", UserWarning, stacklevel=3
+        )
+    if config.speculator_type == "dspark":
+        dspark = config.dspark
+        values = values | {
+            "markov_rank": dspark.markov_rank,
+            "markov_head_type": dspark.markov_head_type,
+            "enable_confidence_head": dspark.enable_confidence_head,
+            "confidence_head_with_markov": dspark.confidence_head_with_markov,
+        }
+    if mapping is not None:
+        values = values | {"draft_vocab_size": mapping.draft_vocab_size}
+    return _CONFIG_CLASSES[config.speculator_type].build(
+        _decoder_config(config, inputs),
+        _verifier_record(inputs),
+        num_verifier_layers=verifier_layers,
+        block_size=derived.block_size,
+        sample_from_anchor=derived.sample_from_anchor,
+        sliding_window_non_causal=derived.sliding_window_non_causal,
+        sliding_window_reference=draft.sliding_window_reference,
+        aux_hidden_state_layer_ids=layer_ids,
+        mask_token_id=inputs.mask_token_id,
+        **values,
+    )
+
+
+def _decoder_config(config: TrainConfig, inputs: DraftInputs) -> PretrainedConfig:
+    """The draft's decoder config: the verifier's shape, or that of ``--draft-config`` where a flag does not say otherwise."""
+    derived, draft = derive(config), config.draft
+    shape, num_layers, act = inputs.verifier_config, derived.num_layers, derived.draft_hidden_act
+    if draft.draft_config:
+        shape = _read_decoder_config(draft.draft_config)
+        wanted, found = text_config(inputs.verifier_config).hidden_size, text_config(shape).hidden_size
+        if wanted != found:
+            raise ConfigError(f"--draft-config {draft.draft_config} has hidden_size {found}, but the verifier's is {wanted}")
+        num_layers = draft.num_layers or text_config(shape).num_hidden_layers
+        act = derived.draft_hidden_act if config.given("draft_hidden_act") else None
+    decoder = build_draft_config(
+        shape,
+        num_layers=num_layers,
+        draft_arch=derived.draft_arch,
+        draft_hidden_act=act,
+        sliding_window=draft.sliding_window,
+        full_attention_indices=draft.full_attention_indices,
+    )
+    decoder.vocab_size = text_config(inputs.verifier_config).vocab_size
+    return decoder
+
+
+def _read_decoder_config(source: str) -> PretrainedConfig:
+    try:
+        if source.endswith(".json"):
+            values = PretrainedConfig._dict_from_json_file(source)
+            return CONFIG_MAPPING[values.pop("model_type", "qwen3")](**values)
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError):
+        raise ConfigError(
+            f"--draft-config {source}: no readable model config; give a folder or a JSON file with model_type"
+        ) from None
+
+
+def _verifier_record(inputs: DraftInputs) -> VerifierConfig:
+    return VerifierConfig.from_pretrained(inputs.verifier_path)
+
+
+def _point_at_verifier(draft_config: DFlashSpeculatorConfig, inputs: DraftInputs) -> None:
+    """Name this training's verifier in a config that came from a checkpoint."""
+    decoder, text = draft_config.transformer_layer_config, text_config(inputs.verifier_config)
+    if (decoder.hidden_size, decoder.vocab_size) != (text.hidden_size, text.vocab_size):
+        raise ConfigError(
+            f"the draft of --from-pretrained is for a verifier of hidden size {decoder.hidden_size} and {decoder.vocab_size} "
+            f"ids, but this one has {text.hidden_size} and {text.vocab_size}; use the verifier it was made for"
+        )
+    if draft_config.speculators_config is not None:
+        draft_config.speculators_config.verifier = _verifier_record(inputs)
+
+
+def build_loss_config(config: TrainConfig) -> LossConfig:
+    """The loss of a block draft."""
+    derived = derive(config)
+    return LossConfig(
+        loss_fn=derived.loss_fn,
+        gamma=config.dflash.dflash_decay_gamma,
+        normalization=config.loss.loss_normalization,
+        ce_label=config.loss.ce_label,
+        target_support=config.loss.target_support,
+        confidence_alpha=config.dspark.confidence_head_alpha,
+        per_position_weight=derived.per_position_loss_weight,
+        dpace_alpha=config.dflash.dpace_alpha,
+    )

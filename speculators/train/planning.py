@@ -1,0 +1,84 @@
+"""Which packed rows make an optimiser step, and this process's part of them as batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from speculators.batch import PackedBatch
+from speculators.data import PackedRow, Row, RowDataset, batch_rows, build_batch, deal, plan_epoch, plan_steps
+from speculators.train.config.model import TrainConfig
+
+__all__ = ["Recipe", "StepPlanner", "add_noise", "plan_validation"]
+
+#: First word of the random stream of noise; see :mod:`speculators.data.packing`.
+NOISE_STREAM = 0x401E
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How rows become batches; a batch is a pure function of it, the epoch and the packed row."""
+
+    dataset: RowDataset
+    seq_len: int
+    max_anchors: int
+    per: Literal["row", "document"]
+    seed: int
+    num_depths: int  #: N, predicted tokens per block
+
+    @classmethod
+    def from_config(cls, config: TrainConfig, dataset: RowDataset, num_depths: int) -> Recipe:
+        data = config.data
+        return cls(dataset, data.total_seq_len, data.max_anchors, data.max_anchors_per, config.seed, num_depths)
+
+    def batch(self, packed: PackedRow, epoch: int) -> PackedBatch:
+        """The packed row with this epoch's anchors, without verifier states."""
+        return build_batch(self.dataset, packed, self.seq_len, self.max_anchors, self.per, self.seed, epoch, self.num_depths)
+
+    def rows(self, packed: PackedRow) -> list[Row]:
+        """What a hidden-states source is asked for."""
+        return batch_rows(self.dataset, packed, self.seq_len)
+
+
+class StepPlanner:
+    """The job's optimiser steps, dealt to one of its processes. The steps do not depend on how many processes there are."""
+
+    def __init__(self, recipe: Recipe, row_ids: np.ndarray, rows_per_step: int, world_size: int = 1, rank: int = 0) -> None:
+        """:param rows_per_step: packed rows per optimiser step, of all processes together."""
+        self.recipe = recipe
+        self.row_ids = row_ids
+        self.rows_per_step = rows_per_step
+        self.world_size = world_size
+        self.rank = rank
+        self.steps_per_epoch = len(self._steps(0))
+
+    def micro_batches(self, epoch: int, start: int = 0) -> list[list[PackedRow]]:
+        """This process's packed rows of every step of ``epoch`` from ``start`` on; ``()`` is an empty slot."""
+        steps = self._steps(epoch)[start:]
+        return [deal(step, self.rank, self.world_size, self.rows_per_step) for step in steps]
+
+    def _steps(self, epoch: int) -> list[list[PackedRow]]:
+        packed = plan_epoch(self.recipe.dataset.lengths, self.recipe.seq_len, self.recipe.seed, epoch, self.row_ids)
+        return plan_steps(packed, self.rows_per_step)
+
+
+def plan_validation(recipe: Recipe, row_ids: np.ndarray, world_size: int = 1, rank: int = 0) -> list[PackedRow]:
+    """This process's packed rows of the validation split, the same in every epoch; all processes get as many."""
+    packed = plan_epoch(recipe.dataset.lengths, recipe.seq_len, 0, 0, row_ids, shuffle=False)
+    return deal(packed, rank, world_size)
+
+
+def add_noise(batch: PackedBatch, std: float, seed: int, epoch: int) -> PackedBatch:
+    """Uniform noise in [-std, std] on the captured states, a pure function of (seed, epoch, row id)."""
+    if std == 0.0 or batch.features is None or not batch.row_ids:
+        return batch
+    features = batch.features.clone()
+    for document, row_id in enumerate(batch.row_ids):
+        place = batch.document_ids == document
+        shape = (int(place.sum()), *features.shape[1:])
+        draws = np.random.default_rng([NOISE_STREAM, seed, epoch, row_id]).uniform(-std, std, shape)
+        features[place] += torch.from_numpy(draws).to(features.dtype)
+    return replace(batch, features=features)

@@ -1,0 +1,96 @@
+"""The draft's vocabulary and mask token, chosen from settings, data and tokenizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from speculators.data.rows import RowDataset
+from speculators.data.vocabulary import (
+    TOKEN_FREQUENCIES,
+    VocabularyMapping,
+    build_mapping,
+    count_tokens,
+    load_mapping_files,
+    load_token_frequencies,
+)
+from speculators.errors import ConfigError
+from speculators.train.config.model import TrainConfig
+
+__all__ = ["choose_mapping", "choose_mask_token"]
+
+
+def choose_mapping(
+    config: TrainConfig, vocab_size: int, eos_ids: Collection[int], dataset: RowDataset | None, train_ids: np.ndarray | None
+) -> VocabularyMapping | None:
+    """Mapping of the pruned draft vocabulary; None for the whole vocabulary.
+
+    Files named by ``--d2t-path`` and ``--t2d-path`` win. Otherwise ``--draft-vocab-size`` most frequent ids are kept, counted
+    by ``--token-freq-path``, by ``token_freq.pt`` beside the data, or from the training rows themselves.
+
+    :raises ConfigError: when the size does not fit, or there is nothing to count.
+    :raises DataError: when a file is missing or does not fit.
+    """
+    draft = config.draft
+    if draft.draft_vocab_size is not None and draft.draft_vocab_size > vocab_size:
+        raise ConfigError(
+            f"--draft-vocab-size {draft.draft_vocab_size} is larger than the verifier's vocabulary of {vocab_size}; choose less"
+        )
+    if draft.d2t_path is not None and draft.t2d_path is not None:
+        return load_mapping_files(draft.d2t_path, draft.t2d_path, draft.draft_vocab_size, vocab_size)
+    if draft.draft_vocab_size is None:
+        if draft.token_freq_path is not None:
+            raise ConfigError("--token-freq-path alone prunes nothing; add --draft-vocab-size")
+        return None
+    if draft.draft_vocab_size == vocab_size:
+        return None
+    counts = _counts(config, vocab_size, dataset, train_ids)
+    return build_mapping(counts, draft.draft_vocab_size, vocab_size, mandatory_ids=eos_ids)
+
+
+def _counts(config: TrainConfig, vocab_size: int, dataset: RowDataset | None, train_ids: np.ndarray | None) -> np.ndarray:
+    if config.draft.token_freq_path is not None:
+        return load_token_frequencies(config.draft.token_freq_path)
+    beside = Path(config.data.data_path) / TOKEN_FREQUENCIES
+    if beside.is_file():
+        return load_token_frequencies(beside)
+    if dataset is None or train_ids is None:
+        raise ConfigError("--draft-vocab-size needs token counts: give --token-freq-path, or --d2t-path and --t2d-path")
+    return count_tokens((dataset.row(int(row)) for row in train_ids), vocab_size)
+
+
+def choose_mask_token(explicit: int | None, tokenizer: Any, vocab_size: int) -> int:
+    """Verifier id of the mask token: ``explicit``, the tokenizer's mask token, the first id past the tokenizer's own, or -
+    with a warning, because they stand for something else in the data - its pad, eos or unk token.
+
+    :param vocab_size: rows of the verifier's embedding.
+    :raises ConfigError: when there is none, or it has no row in the embedding.
+    """
+    if explicit is not None:
+        if explicit >= vocab_size:
+            raise ConfigError(
+                f"--mask-token-id {explicit} is outside the verifier's vocabulary of {vocab_size}; choose a reserved id in it"
+            )
+        return explicit
+    named = getattr(tokenizer, "mask_token_id", None)
+    if named is not None and named < vocab_size:
+        return int(named)
+    if tokenizer is not None and len(tokenizer) < vocab_size:
+        return len(tokenizer)
+    for name in ("pad", "eos", "unk"):
+        token_id = getattr(tokenizer, f"{name}_token_id", None)
+        if token_id is not None and token_id < vocab_size:
+            warnings.warn(
+                f"the tokenizer has no mask token and no unused id, so its {name} token {token_id} becomes the mask token; "
+                "give --mask-token-id with a reserved id that the data does not use",
+                UserWarning,
+                stacklevel=2,
+            )
+            return int(token_id)
+    raise ConfigError(
+        "the tokenizer offers no mask token; give --mask-token-id with a reserved id of the verifier's vocabulary"
+    )
