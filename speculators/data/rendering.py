@@ -19,9 +19,21 @@ from jinja2 import TemplateError
 from speculators.data.rows import Row
 from speculators.errors import DataError
 
-__all__ = ["Rendered", "on_policy_row", "render_conversation", "render_prompt", "render_rows", "tokenizer_hash"]
+__all__ = [
+    "NothingSupervisedError",
+    "Rendered",
+    "on_policy_row",
+    "render_conversation",
+    "render_prompt",
+    "render_rows",
+    "tokenizer_hash",
+]
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+class NothingSupervisedError(DataError):
+    """A rendering whose mask would be all zero: it can teach nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +157,9 @@ def _rendered(ids: list[int], spans: list[Span]) -> Rendered:
     for start, stop in spans:
         mask[start:stop] = True
     if not mask.any():
-        raise DataError("no token of the conversation is supervised; its answers are empty or the template drops them")
+        raise NothingSupervisedError(
+            "nothing in the conversation is supervised; its answers are empty, or the template drops them"
+        )
     return Rendered(np.asarray(ids, dtype=np.int64), mask, len(spans))
 
 

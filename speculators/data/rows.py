@@ -7,13 +7,13 @@ Row ids are indices into the whole data set; a split keeps them.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from speculators.data.files import writing
 from speculators.errors import ConfigError, DataError
 
 __all__ = ["AnswerRecord", "DataManifest", "Row", "RowDataset", "split_rows"]
@@ -154,16 +155,11 @@ class RowDataset(Sequence[Row]):
             raise DataError(f"there are no rows to write to {folder}; check the input and the length limits")
         if (folder / STATE).exists() and not overwrite:
             raise DataError(f"{folder} already holds a data set; choose another folder or pass --overwrite")
-        try:
+        with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
                 _write(dataset, Path(temporary) / "rows")
                 _install(Path(temporary) / "rows", folder)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                message = f"the disk is full while writing {folder}; free some space and run again, nothing was replaced"
-                raise DataError(message) from error
-            raise DataError(f"cannot write {folder} ({error.strerror or error}); choose another folder") from error
         return dataset
 
     def __len__(self) -> int:
@@ -233,6 +229,18 @@ def _read_manifest(folder: Path) -> DataManifest:
         raise DataError(f"{path} cannot be read ({error}); make the data set again with prepare-data --overwrite") from error
 
 
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Writing takes a moment, and the bars of ``datasets`` are not those of this library."""
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
 def _write(dataset: RowDataset, folder: Path) -> None:
     """``save_to_disk`` plus the manifest; data files are named by content, so that a new set never overwrites an old one's."""
     offsets = pa.array(dataset._offsets, type=pa.int32() if dataset._offsets[-1] < 2**31 else pa.int64())
@@ -242,8 +250,9 @@ def _write(dataset: RowDataset, folder: Path) -> None:
         "loss_mask": kind.from_arrays(offsets, pa.array(dataset._loss_mask.astype(np.int64))),
         "seq_len": pa.array(dataset.lengths),
     }
-    # Upstream's readers want tensors.
-    datasets.Dataset(pa.table(columns)).with_format("torch").save_to_disk(str(folder))
+    with _no_progress_bar():
+        # Upstream's readers want tensors.
+        datasets.Dataset(pa.table(columns)).with_format("torch").save_to_disk(str(folder))
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     for file in state["_data_files"]:
         named = f"{dataset.fingerprint}-{file['filename']}"

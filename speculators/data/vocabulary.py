@@ -8,11 +8,9 @@ over the verifier's ids with exactly D true, and draft id k is the k-th true id.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import os
-import pickle
-import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from speculators.data.files import atomic_write
 from speculators.data.rows import Row
 from speculators.errors import ConfigError, DataError
 
@@ -143,25 +142,14 @@ def build_mapping(
     return VocabularyMapping(kept - np.arange(draft_vocab_size), t2d)
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside ``path`` and rename it over."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def save_token_frequencies(path: str | Path, counts: np.ndarray) -> None:
     """Write counts as upstream does: a torch file of ``{id: count}`` with the ids that occur, most frequent first."""
     ids = np.flatnonzero(counts)
     ids = ids[np.argsort(-counts[ids], kind="stable")]
     frequencies = {int(token): int(counts[token]) for token in ids}
-    _replace(Path(path), lambda file: torch.save(frequencies, file))
+    buffer = io.BytesIO()  # torch.save into a file reports a full disk as something else than an OSError
+    torch.save(frequencies, buffer)
+    atomic_write(path, lambda file: file.write_bytes(buffer.getvalue()))
 
 
 def load_token_frequencies(path: str | Path) -> np.ndarray:
@@ -173,7 +161,7 @@ def load_token_frequencies(path: str | Path) -> np.ndarray:
         frequencies = torch.load(path, weights_only=True)
     except FileNotFoundError:
         raise DataError(f"there is no token frequency file {path}; make it with prepare-data") from None
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # on foreign bytes the unpickler raises whatever it happens to run into
         raise DataError(f"the token frequency file {path} cannot be read; make it again with prepare-data") from error
     numbers = isinstance(frequencies, dict) and all(
         isinstance(token, int) and isinstance(count, int) and min(token, count) >= 0 for token, count in frequencies.items()
@@ -203,9 +191,9 @@ def save_mapping(folder: str | Path, mapping: VocabularyMapping, source_hash: st
         "hash": mapping.hash,
         "source_hash": source_hash,
     }
-    _replace(d2t, lambda file: np.save(file, mapping.d2t))
-    _replace(t2d, lambda file: np.save(file, mapping.t2d))
-    _replace(record, lambda file: file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8"))
+    atomic_write(d2t, lambda file: np.save(file, mapping.d2t))
+    atomic_write(t2d, lambda file: np.save(file, mapping.t2d))
+    atomic_write(record, lambda file: file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8"))
 
 
 def load_mapping_files(
