@@ -1,0 +1,197 @@
+"""prepare-data: every record accounted for, the same run done once, on-policy rows, and the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from speculators.cli.prepare_data import main
+from speculators.data import AnswerRecord, RowDataset, load_token_frequencies, render_prompt
+from speculators.data.prepare import OUTCOMES, PrepareConfig, find_data_files, prepare_data
+from speculators.errors import ConfigError, DataError, VerifierError
+from tests.tiny import END_OF_TURN, tiny_tokenizer
+
+
+def chat(question: str, *answers: str) -> dict[str, object]:
+    messages = [{"role": "user", "content": question}]
+    for answer in answers:
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and?"}]
+    return {"messages": messages[:-1] if answers else messages}
+
+
+#: One record for every outcome that does not need generation.
+RECORDS: list[tuple[object, str]] = [
+    (chat("hi", "hello there"), "kept"),
+    ({"conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "turns"}]}, "kept"),
+    (chat("hi", "x" * 80), "kept_cut"),
+    (chat("q" * 80, "never reached"), "nothing_supervised"),
+    (chat("hi", "a"), "too_few_supervised"),
+    (chat("hi"), "no_assistant_turn"),
+    ({"prompt": "hi"}, "no_assistant_turn"),
+    ({"messages": [{"role": "narrator", "content": "x"}]}, "not_a_conversation"),
+    ({"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 1, 1]}, "kept"),
+    ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, "too_few_supervised"),
+    ({"input_ids": [5, 6], "loss_mask": [0, 0]}, "nothing_supervised"),
+    ({"input_ids": [5, 6], "loss_mask": [1]}, "not_a_conversation"),
+    ({"input_ids": ["a"], "loss_mask": [1]}, "not_a_conversation"),
+    ("{broken", "not_json"),
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r, _ in RECORDS), encoding="utf-8")
+    return path
+
+
+def config(data: Path, tmp_path: Path, **changes: object) -> PrepareConfig:
+    settings = {"data": [data], "output": tmp_path / "output", "seq_length": 60, "minimum_valid_tokens": 3, **changes}
+    return PrepareConfig.model_validate(settings)
+
+
+def test_every_record_has_one_outcome(data: Path, tmp_path: Path) -> None:
+    report = prepare_data(config(data, tmp_path), tiny_tokenizer())
+    expected = {key: sum(outcome == key for _, outcome in RECORDS) for key in OUTCOMES}
+    assert report.outcomes == expected
+    assert report.records == len(RECORDS)
+    assert len(report.dataset) == 4
+    assert not report.reused
+    rejected = [json.loads(line) for line in (tmp_path / "output" / "rejected.jsonl").read_text().splitlines()]
+    assert {(line["index"], line["outcome"]) for line in rejected} == {
+        (index, outcome) for index, (_, outcome) in enumerate(RECORDS) if not outcome.startswith("kept")
+    }
+    assert any("unknown role 'narrator'" in line["reason"] for line in rejected)
+    loaded = RowDataset.load(tmp_path / "output")
+    assert loaded.manifest.counts == expected
+    assert loaded.manifest.answers == AnswerRecord(on_policy=False)
+    assert loaded.lengths.max() == 60
+    counts = load_token_frequencies(tmp_path / "output" / "token_freq.pt")
+    assert counts.sum() == loaded.supervised_tokens
+    text = "\n".join(report.lines())
+    assert "14 records -> 4 rows" in text
+    assert "1 kept, cut at --seq-length" in text
+
+
+def test_rows_are_in_the_order_of_the_seed_and_cut_to_max_samples(data: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    everything = [prepare_data(config(data, tmp_path / str(seed), seed=seed), tokenizer) for seed in range(3)]
+    orders = {tuple(tuple(row.input_ids.tolist()) for row in report.dataset) for report in everything}
+    assert len(orders) > 1
+    assert len({frozenset(order) for order in orders}) == 1
+    few = prepare_data(config(data, tmp_path / "few", max_samples=2), tokenizer)
+    assert len(few.dataset) == 2
+    assert few.records == len(RECORDS)
+    assert few.outcomes["not_needed"] >= 2
+    for row in range(2):
+        assert few.dataset.row(row).input_ids.tolist() == everything[0].dataset.row(row).input_ids.tolist()
+
+
+def test_the_same_run_is_done_once_and_another_is_refused(data: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    first = prepare_data(config(data, tmp_path), tokenizer)
+    (tmp_path / "output" / "token_freq.pt").unlink()
+    again = prepare_data(config(data, tmp_path), tokenizer)
+    assert again.reused
+    assert again.dataset.fingerprint == first.dataset.fingerprint
+    assert again.outcomes == first.outcomes
+    assert (tmp_path / "output" / "token_freq.pt").is_file()
+    for other in (config(data, tmp_path, seq_length=50), config(data, tmp_path, seed=1)):
+        with pytest.raises(ConfigError, match="rows of other data or settings"):
+            prepare_data(other, tokenizer)
+    data.write_text(json.dumps(chat("hi", "other data")) + "\n")
+    with pytest.raises(ConfigError, match="rows of other data or settings"):
+        prepare_data(config(data, tmp_path), tokenizer)
+    assert RowDataset.load(tmp_path / "output").fingerprint == first.dataset.fingerprint
+    replaced = prepare_data(config(data, tmp_path, overwrite=True), tokenizer)
+    assert len(replaced.dataset) == 1
+
+
+def test_nothing_left_keeps_what_was_there(data: Path, tmp_path: Path) -> None:
+    first = prepare_data(config(data, tmp_path), tiny_tokenizer())
+    with pytest.raises(DataError, match="no row is left of 14 records"):
+        prepare_data(config(data, tmp_path, minimum_valid_tokens=1000, overwrite=True), tiny_tokenizer())
+    assert RowDataset.load(tmp_path / "output").fingerprint == first.dataset.fingerprint
+
+
+def test_files_and_folders(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "b.jsonl").write_text("{}")
+    (folder / "deep" / "a.json").write_text("[]")
+    (folder / "notes.txt").write_text("")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert find_data_files([folder, data]) == [folder / "b.jsonl", folder / "deep" / "a.json", data]
+    with pytest.raises(DataError, match="no data file"):
+        find_data_files([tmp_path / "missing.jsonl"])
+    with pytest.raises(DataError, match="of a hub"):
+        find_data_files([Path("hf:org/set")])
+    with pytest.raises(DataError, match=r"holds no \.json"):
+        find_data_files([empty])
+
+
+def test_a_template_that_refuses_is_counted_and_a_missing_one_is_an_error(data: Path, tmp_path: Path) -> None:
+    refusal = "{% if messages[0]['content'] == 'hi' %}{{ raise_exception('no greetings') }}{% endif %}"
+    template = refusal + "{{ messages[-1]['content'] }}"
+    report = prepare_data(config(data, tmp_path), tiny_tokenizer(template))
+    assert report.outcomes["template_refused"] == 3
+    with pytest.raises(DataError, match="no chat template"):
+        prepare_data(config(data, tmp_path / "other"), tiny_tokenizer(None))
+
+
+def test_answers_by_the_verifier(data: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    seen: list[list[int]] = []
+
+    def answer(prompts: list[list[int]]) -> Iterable[tuple[int, list[int]]]:
+        seen.extend(prompts)
+        # Out of order, one of them empty.
+        for index in reversed(range(len(prompts))):
+            yield index, [] if index == 0 else [10 + index, 11, 12, end]
+
+    record = AnswerRecord(on_policy=True, temperature=0.7, max_new_tokens=4)
+    report = prepare_data(config(data, tmp_path), tokenizer, answer=answer, answers=record)
+    assert report.records == len(RECORDS)
+    assert report.outcomes["empty_answer"] == 1
+    assert report.outcomes["prompt_too_long"] == 1
+    assert report.outcomes["kept"] == len(seen) - 1 == len(report.dataset)
+    assert render_prompt(tokenizer, [{"role": "user", "content": "hi"}]) in seen
+    loaded = RowDataset.load(tmp_path / "output")
+    assert loaded.manifest.answers == record
+    for number, row in enumerate(loaded, start=1):
+        assert row.input_ids[~row.loss_mask].tolist() == seen[number]
+        assert row.input_ids[row.loss_mask].tolist() == [10 + number, 11, 12, end]
+    limited = prepare_data(config(data, tmp_path / "few", max_samples=2), tokenizer, answer=answer, answers=record)
+    assert limited.outcomes["not_needed"] > 0
+    assert limited.records == len(RECORDS)
+
+
+def test_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    tiny_tokenizer().save_pretrained(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    output = tmp_path / "rows"
+    arguments = ["--model", str(model), "--data", str(data), "--output", str(output), "--seq-length", "60"]
+    for said in ("14 records -> 6 rows", "already holds these rows"):
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        assert exit_.value.code == 0
+        assert said in capsys.readouterr().out
+    assert RowDataset.load(output).manifest.verifier == str(model)
+    with pytest.raises(ConfigError, match="--seq-length is 1"):
+        main([*arguments, "--seq-length", "1"])
+    with pytest.raises(ConfigError, match="pass --overwrite"):
+        main([*arguments, "--seed", "3"])
+    with pytest.raises(VerifierError, match="there is no verifier folder"):
+        main(["--model", str(tmp_path / "none"), "--data", str(data)])
+    with pytest.raises(VerifierError, match="cannot be loaded"):
+        main(["--model", str(tmp_path), "--data", str(data), "--output", str(tmp_path / "new")])
+    with pytest.raises(SystemExit) as exit_:
+        main(["--model", str(model)])
+    assert exit_.value.code == 2
