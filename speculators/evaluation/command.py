@@ -269,7 +269,7 @@ def _check_fit(config: Any, verifier: Verifier, path: str | Path) -> None:
     hidden = verifier.config.get_text_config().hidden_size
     if (decoder.hidden_size, decoder.vocab_size) != (hidden, verifier.vocab_size):
         raise VerifierError(
-            f"the verifier {path} (hidden size {hidden}, {verifier.vocab_size} tokens) is not the one the draft was trained for "
+            f"the verifier {path} (hidden size {hidden}, {verifier.vocab_size} tokens) is not the one of the draft "
             f"(hidden size {decoder.hidden_size}, {decoder.vocab_size} tokens); give the right one with --verifier"
         )
 

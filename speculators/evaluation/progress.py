@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["progress_bar"]
+__all__ = ["progress_bar", "progress_share"]
 
 
 @contextmanager
@@ -31,3 +31,22 @@ def progress_bar(name: str, total: float, console: Console | None) -> Iterator[C
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(name, total=total)
         yield lambda: progress.advance(task)
+
+
+@contextmanager
+def progress_share(name: str, console: Console | None) -> Iterator[Callable[[float], None]]:
+    """Show a bar for work whose amount is not known beforehand, and give a function that sets the share done, 0 to 1."""
+    if console is None:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(name, total=1.0)
+        yield lambda share: progress.update(task, completed=share)
