@@ -159,7 +159,9 @@ def prepare_data(
     )
     if not account.rows:
         said = ", ".join(f"{count} {OUTCOMES[key]}" for key, count in account.counts().items() if count)
-        raise DataError(f"no row is left of {len(records)} records ({said}); check the data and the length limits")
+        unanswered = account.counts()["no_assistant_turn"] == len(records)
+        hint = "answer them with --generate" if unanswered else "check the data and the length limits"
+        raise DataError(f"no row is left of {len(records)} records ({said}); {hint}")
     dataset = RowDataset.save(config.output, account.rows, manifest, overwrite=config.overwrite)
     rejected = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in account.rejected)
     atomic_write(config.output / REJECTED, lambda path: path.write_text(rejected, encoding="utf-8"))

@@ -12,7 +12,7 @@ from speculators.cli.prepare_data import main
 from speculators.data import AnswerRecord, RowDataset, load_token_frequencies, render_prompt
 from speculators.data.prepare import OUTCOMES, PrepareConfig, find_data_files, prepare_data
 from speculators.errors import ConfigError, DataError, VerifierError
-from tests.tiny import END_OF_TURN, tiny_tokenizer
+from tests.tiny import END_OF_TURN, tiny_tokenizer, tiny_verifier
 
 
 def chat(question: str, *answers: str) -> dict[str, object]:
@@ -115,6 +115,10 @@ def test_nothing_left_keeps_what_was_there(data: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no row is left of 14 records"):
         prepare_data(config(data, tmp_path, minimum_valid_tokens=1000, overwrite=True), tiny_tokenizer())
     assert RowDataset.load(tmp_path / "output").fingerprint == first.dataset.fingerprint
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "hi"}\n')
+    with pytest.raises(DataError, match="answer them with --generate"):
+        prepare_data(config(questions, tmp_path / "new"), tiny_tokenizer())
 
 
 def test_files_and_folders(data: Path, tmp_path: Path) -> None:
@@ -195,3 +199,22 @@ def test_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as exit_:
         main(["--model", str(model)])
     assert exit_.value.code == 2
+
+
+def test_generation_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("speculators.verifiers.generation")
+    model = tiny_verifier(tmp_path)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(5)))
+    arguments = ["--model", str(model), "--data", str(questions), "--seq-length", "64", "--generate", "--max-new-tokens", "8"]
+    fingerprints = []
+    for name in ("a", "b"):
+        with pytest.raises(SystemExit) as exit_:
+            main([*arguments, "--output", str(tmp_path / name)])
+        assert exit_.value.code == 0
+        assert "5 records -> 5 rows" in capsys.readouterr().out
+        dataset = RowDataset.load(tmp_path / name)
+        assert dataset.manifest.answers == AnswerRecord(on_policy=True, max_new_tokens=8)
+        assert all(1 <= row.loss_mask.sum() <= 8 for row in dataset)
+        fingerprints.append(dataset.fingerprint)
+    assert fingerprints[0] == fingerprints[1]
