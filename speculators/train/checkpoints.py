@@ -25,7 +25,7 @@ from torch import Tensor
 
 from speculators.errors import SpeculatorsError
 
-__all__ = ["Checkpoint", "CheckpointStore", "get_rng_state", "set_rng_state"]
+__all__ = ["Checkpoint", "CheckpointStore", "disk_is_full", "get_rng_state", "set_rng_state"]
 
 STATE_JSON = "training_state.json"
 STATE_TENSORS = "training_state.safetensors"
@@ -104,13 +104,14 @@ class CheckpointStore:
             record = {"format": _FORMAT, **state, "files": files}
             (temporary / STATE_JSON).write_text(json.dumps(record, indent=1), encoding="utf-8")
             for entry in temporary.iterdir():
+                os.chmod(entry, 0o666 & ~_umask())
                 _fsync(entry)
             _fsync(temporary)
             os.rename(temporary, target)
             _fsync(self.folder)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if _disk_is_full(error):
+            if disk_is_full(error):
                 raise SpeculatorsError(self._full_disk_sentence(number)) from error
             raise
         self._link(label, target.name)
@@ -166,11 +167,22 @@ class CheckpointStore:
         )
 
 
-def _disk_is_full(error: BaseException) -> bool:
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, is a full disk."""
+    if error is None:
+        return False
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     # safetensors wraps the operating system's error in its own.
-    return isinstance(error, SafetensorError) and os.strerror(errno.ENOSPC) in str(error)
+    wrapped = isinstance(error, SafetensorError) and os.strerror(errno.ENOSPC) in str(error)
+    return wrapped or disk_is_full(error.__cause__)
+
+
+def _umask() -> int:
+    """The process's umask: safetensors makes its files readable for their owner only, whatever it says."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _fsync(path: Path) -> None:

@@ -12,15 +12,16 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from speculators.config import SpeculatorModelConfig, VerifierConfig
 from speculators.data.vocabulary import VocabularyMapping
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, SpeculatorsError
 from speculators.losses import LossConfig
 from speculators.models import DFlashSpeculatorConfig, DSparkSpeculatorConfig, SpeculatorModel
 from speculators.models.draft_config import build_draft_config, default_layer_ids
 from speculators.models.verifier_weights import text_config
+from speculators.train.checkpoints import disk_is_full
 from speculators.train.config.derived import derive
 from speculators.train.config.model import TrainConfig
 
-__all__ = ["DraftInputs", "build_draft", "build_loss_config", "checkpoint_config"]
+__all__ = ["DraftInputs", "build_draft", "build_loss_config", "checkpoint_config", "has_weights", "save_draft"]
 
 _CONFIG_CLASSES: dict[str, type[DFlashSpeculatorConfig]] = {"dflash": DFlashSpeculatorConfig, "dspark": DSparkSpeculatorConfig}
 
@@ -69,12 +70,19 @@ def checkpoint_config(config: TrainConfig) -> DFlashSpeculatorConfig | None:
             f"--from-pretrained {path} is a {found.speculators_model_type} draft; train it with "
             f"--speculator-type {found.speculators_model_type}"
         )
+    if has_weights(path) and config.draft.d2t_path is not None:
+        raise ConfigError(f"--from-pretrained {path} brings its own vocabulary; drop --d2t-path and --t2d-path")
     flat = config.flatten()
     for name, key in _CHECKPOINT_KEYS.items():
         if config.given(name) and hasattr(found, key) and flat[name] is not None and flat[name] != getattr(found, key):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {flat[name]} contradicts the draft in {path}, which has {getattr(found, key)}; drop it")
     return found
+
+
+def has_weights(draft: str) -> bool:
+    """Whether ``--from-pretrained`` is more than a config: a folder with weights, or a name to be looked up."""
+    return not Path(draft).is_dir() or (Path(draft) / "model.safetensors").is_file()
 
 
 def build_draft(
@@ -95,8 +103,7 @@ def build_draft(
     else:
         draft_config = start.copy(**values)
         _point_at_verifier(draft_config, inputs)
-        path = Path(config.draft.from_pretrained)
-        if not path.is_dir() or (path / "model.safetensors").is_file():
+        if has_weights(config.draft.from_pretrained):
             model: Any = SpeculatorModel.from_pretrained(
                 config.draft.from_pretrained, config=draft_config, verifier=inputs.verifier_path, t2d=t2d, d2t=d2t
             )
@@ -216,3 +223,16 @@ def build_loss_config(config: TrainConfig) -> LossConfig:
         per_position_weight=derived.per_position_loss_weight,
         dpace_alpha=config.dflash.dpace_alpha,
     )
+
+
+def save_draft(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write the draft's config and weights into ``folder``.
+
+    :raises SpeculatorsError: when the disk is full; the files that were there stay.
+    """
+    try:
+        model.save_pretrained(folder, dtype=dtype)
+    except OSError as error:
+        if not disk_is_full(error):
+            raise
+        raise SpeculatorsError(f"the disk is full while saving the draft to {folder}; free some space and run again") from error

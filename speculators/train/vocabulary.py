@@ -19,37 +19,46 @@ from speculators.data.vocabulary import (
     load_token_frequencies,
 )
 from speculators.errors import ConfigError
+from speculators.models import DFlashSpeculatorConfig
 from speculators.train.config.model import TrainConfig
+from speculators.train.drafts import has_weights
 
 __all__ = ["choose_mapping", "choose_mask_token"]
 
 
 def choose_mapping(
-    config: TrainConfig, vocab_size: int, eos_ids: Collection[int], dataset: RowDataset | None, train_ids: np.ndarray | None
+    config: TrainConfig,
+    *,
+    vocab_size: int,
+    eos_ids: Collection[int],
+    dataset: RowDataset | None,
+    train_ids: np.ndarray | None,
+    start: DFlashSpeculatorConfig | None = None,
 ) -> VocabularyMapping | None:
     """Mapping of the pruned draft vocabulary; None for the whole vocabulary.
 
     Files named by ``--d2t-path`` and ``--t2d-path`` win. Otherwise ``--draft-vocab-size`` most frequent ids are kept, counted
     by ``--token-freq-path``, by ``token_freq.pt`` beside the data, or from the training rows themselves.
 
+    :param start: config of ``--from-pretrained``: its vocabulary's size is kept, and its mapping is used when it has weights.
     :raises ConfigError: when the size does not fit, or there is nothing to count.
     :raises DataError: when a file is missing or does not fit.
     """
     draft = config.draft
-    if draft.draft_vocab_size is not None and draft.draft_vocab_size > vocab_size:
-        raise ConfigError(
-            f"--draft-vocab-size {draft.draft_vocab_size} is larger than the verifier's vocabulary of {vocab_size}; choose less"
-        )
+    size = draft.draft_vocab_size if start is None else start.draft_vocab_size
+    if size is not None and size > vocab_size:
+        raise ConfigError(f"--draft-vocab-size {size} is larger than the verifier's vocabulary of {vocab_size}; choose less")
     if draft.d2t_path is not None and draft.t2d_path is not None:
-        return load_mapping_files(draft.d2t_path, draft.t2d_path, draft.draft_vocab_size, vocab_size)
-    if draft.draft_vocab_size is None:
+        return load_mapping_files(draft.d2t_path, draft.t2d_path, size, vocab_size)
+    if start is not None and has_weights(config.draft.from_pretrained):
+        return None
+    if size is None:
         if draft.token_freq_path is not None:
             raise ConfigError("--token-freq-path alone prunes nothing; add --draft-vocab-size")
         return None
-    if draft.draft_vocab_size == vocab_size:
+    if size == vocab_size:
         return None
-    counts = _counts(config, vocab_size, dataset, train_ids)
-    return build_mapping(counts, draft.draft_vocab_size, vocab_size, mandatory_ids=eos_ids)
+    return build_mapping(_counts(config, vocab_size, dataset, train_ids), size, vocab_size, mandatory_ids=eos_ids)
 
 
 def _counts(config: TrainConfig, vocab_size: int, dataset: RowDataset | None, train_ids: np.ndarray | None) -> np.ndarray:

@@ -188,6 +188,7 @@ def test_every_config_comes_back_from_its_yaml_and_from_its_command(lr, window, 
     assert TrainConfig.resolve(flags_of(config)) == config
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_flatten_names_every_setting() -> None:
     config = TrainConfig.from_flat(speculator_type="dspark", epochs=3)
     assert config.flatten()["epochs"] == 3

@@ -99,7 +99,7 @@ class DataSettings(Group):
     )
     total_seq_len: int = setting(8192, "Width of a packed row in tokens.", ge=2)
     train_data_ratio: float = setting(0.9, "Share of the rows, from the head, to train on; the tail validates.", gt=0.0, le=1.0)
-    hidden_states_dtype: Literal["bfloat16", "float32", "float64"] = setting(
+    hidden_states_dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "Type of the hidden states and of autocast; float32 where the hardware has no bfloat16."
     )
     noise_std: float = setting(0.0, "Half-width of uniform noise on the captured states while training.", own=True, ge=0.0)

@@ -1,0 +1,253 @@
+""":func:`train`: from settings to a trained draft in a run folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from speculators.data import RowDataset, split_rows
+from speculators.errors import ConfigError
+from speculators.models.verifier_weights import VerifierHead, text_config
+from speculators.train.config.derived import check_runnable
+from speculators.train.config.model import TrainConfig
+from speculators.train.config.resolution import require_verifier
+from speculators.train.distributed import expand_placeholders, main_first, make_accelerator
+from speculators.train.drafts import DraftInputs, build_draft, checkpoint_config, save_draft
+from speculators.train.precision import Precision, choose_precision
+from speculators.train.results import OnStep, TrainResult
+from speculators.train.run_folder import TrainingFolder
+from speculators.train.trainer import Trainer
+from speculators.train.vocabulary import choose_mapping, choose_mask_token
+
+__all__ = ["train"]
+
+logger = logging.getLogger("speculators.train")
+
+GIB = 1024**3
+
+
+@dataclass(slots=True)
+class _Split:
+    """Rows to train on and rows to validate on."""
+
+    dataset: RowDataset
+    train_ids: np.ndarray
+    val_ids: np.ndarray
+
+
+def train(
+    config: TrainConfig,
+    *,
+    dataset: RowDataset | None = None,
+    train_ids: np.ndarray | None = None,
+    val_ids: np.ndarray | None = None,
+    verifier: Any = None,
+    source: Any = None,
+    progress: bool = True,
+    on_step: OnStep | None = None,
+) -> TrainResult:
+    """Train a draft, or go on with the training that the run folder (``--save-path``) holds.
+
+    :param dataset: rows; read from ``--data-path`` when None.
+    :param train_ids: row ids to train on; with ``val_ids`` (may be empty) they take the place of ``--train-data-ratio``.
+    :param verifier: a loaded :class:`~speculators.verifiers.loading.Verifier`; loaded when None.
+    :param source: hidden states of this verifier for the draft's layers; the one of ``--hidden-states`` when None.
+    :param progress: show progress bars.
+    :param on_step: called after every logged step, on the main process.
+    :raises SpeculatorsError: with one sentence for whatever the user can mend; nothing already written is lost.
+    """
+    require_verifier(config)
+    check_runnable(config)
+    accelerator = make_accelerator(config)
+    precision = choose_precision(config.trainer.mixed_precision, config.data.hidden_states_dtype, accelerator.device)
+    if config.deterministic_cuda:
+        _make_deterministic()
+    folder = TrainingFolder(Path(config.trainer.save_path))
+    with ExitStack() as stack:
+        main_first(accelerator, lambda: _open_folder(folder, config, stack))
+        split = _split(config, dataset, train_ids, val_ids)
+        if verifier is None:
+            verifier = _load_verifier(config)
+        draft = _draft(config, split, verifier)
+        if config.dry_run:
+            main_first(accelerator, lambda: save_draft(draft, folder.path, torch.bfloat16))
+            return TrainResult("finished", 0, 0, checkpoint=folder.path)
+        if source is None:
+            source = _source(config, split, verifier, draft.target_layer_ids, precision)
+            stack.callback(source.close)
+        _check_source(config, source, draft)
+        teacher = VerifierHead.from_folder(
+            config.verifier.verifier_name_or_path, draft.t2d, with_norm=draft.config.final_state == "pre_norm"
+        )
+        _self_check(source, teacher, verifier, split)
+        identity = _identity(split, source, accelerator, precision, config)
+        main_first(accelerator, lambda: folder.check_identity(identity))
+        main_first(accelerator, lambda: folder.write_artifacts(config))
+        _announce(accelerator, precision, split, draft)
+        _start_trackers(accelerator, config)
+        trainer = Trainer(
+            config,
+            model=draft,
+            teacher=teacher,
+            source=source,
+            dataset=split.dataset,
+            train_ids=split.train_ids,
+            val_ids=split.val_ids,
+            folder=folder,
+            accelerator=accelerator,
+            precision=precision,
+            progress=progress,
+            on_step=on_step,
+        )
+        try:
+            return trainer.run()
+        finally:
+            accelerator.end_training()
+
+
+def _open_folder(folder: TrainingFolder, config: TrainConfig, stack: ExitStack) -> None:
+    """Lock the run folder and see whose run it holds; main process only."""
+    stack.enter_context(folder.locked())
+    if config.dry_run:
+        return
+    if config.trainer.no_resume_from_checkpoint:
+        moved = folder.move_aside()
+        if moved is not None:
+            logger.info("the earlier run was moved to %s", moved)
+    folder.check_config(config)
+
+
+def _split(config: TrainConfig, dataset: RowDataset | None, train_ids: np.ndarray | None, val_ids: np.ndarray | None) -> _Split:
+    if dataset is None:
+        dataset = RowDataset.load(config.data.data_path)
+    if train_ids is None:
+        train_ids, split_val = split_rows(len(dataset), config.data.train_data_ratio)
+        val_ids = split_val if val_ids is None else val_ids
+    return _Split(dataset, train_ids, val_ids if val_ids is not None else np.zeros(0, dtype=np.int64))
+
+
+def _load_verifier(config: TrainConfig) -> Any:
+    from speculators.verifiers.loading import load_verifier
+
+    return load_verifier(config.verifier.verifier_name_or_path, trust_remote_code=config.verifier.trust_remote_code)
+
+
+def _draft(config: TrainConfig, split: _Split, verifier: Any) -> Any:
+    """The draft to train, checked against rows and verifier."""
+    start = checkpoint_config(config)
+    vocab_size = text_config(verifier.config).vocab_size
+    split.dataset.check_vocabulary(vocab_size)
+    mask_token = choose_mask_token(
+        start.mask_token_id if start is not None else config.draft.mask_token_id, verifier.tokenizer, vocab_size
+    )
+    mapping = choose_mapping(
+        config,
+        vocab_size=vocab_size,
+        eos_ids=verifier.eos_ids,
+        dataset=split.dataset,
+        train_ids=split.train_ids,
+        start=start,
+    )
+    answers = split.dataset.manifest.answers
+    inputs = DraftInputs(
+        config.verifier.verifier_name_or_path,
+        verifier.config,
+        mask_token,
+        _wanted_final_state(config) or "post_norm",
+        answers.model_dump() if answers is not None else None,
+    )
+    return build_draft(config, inputs, mapping, start)
+
+
+def _wanted_final_state(config: TrainConfig) -> str | None:
+    """``--final-state``, or what ``--apply-verifier-norm`` implies; None when neither was given."""
+    data = config.data
+    if data.final_state is not None:
+        return data.final_state
+    if data.apply_verifier_norm is not None:
+        return "pre_norm" if data.apply_verifier_norm else "post_norm"
+    return None
+
+
+def _source(config: TrainConfig, split: _Split, verifier: Any, layer_ids: list[int], precision: Precision) -> Any:
+    from speculators.verifiers.source import CachedSource
+    from speculators.verifiers.transformers_source import TransformersSource
+
+    data = config.data
+    source = TransformersSource(
+        verifier,
+        tuple(layer_ids),
+        final_state=_wanted_final_state(config) or "post_norm",
+        token_budget=data.capture_batch_tokens,
+    )
+    return CachedSource(source, split.dataset, max_bytes=int(data.states_cache_gib * GIB))
+
+
+def _check_source(config: TrainConfig, source: Any, draft: Any) -> None:
+    """Refuse a source whose states are not what the draft is to be trained on."""
+    found = source.description
+    wanted = _wanted_final_state(config)
+    if wanted is not None and found.final_state != wanted:
+        given = (
+            f"--final-state {wanted}"
+            if config.data.final_state
+            else ("--apply-verifier-norm" if config.data.apply_verifier_norm else "--no-apply-verifier-norm")
+        )
+        raise ConfigError(
+            f"{given} contradicts the hidden-states source, whose last states are {found.final_state}; drop the flag"
+        )
+    draft.config.final_state = found.final_state
+    if tuple(found.layer_ids) != tuple(draft.target_layer_ids):
+        raise ConfigError(
+            f"the hidden-states source captures layers {list(found.layer_ids)}, but the draft reads {draft.target_layer_ids}; "
+            "capture again or change --target-layer-ids"
+        )
+
+
+def _self_check(source: Any, teacher: VerifierHead, verifier: Any, split: _Split) -> None:
+    """Rebuild the verifier's next-token distribution of a real row from the source's last state."""
+
+
+def _identity(
+    split: _Split, source: Any, accelerator: Accelerator, precision: Precision, config: TrainConfig
+) -> dict[str, Any]:
+    """What a resumed run must share beside its settings."""
+    return {
+        "rows": split.dataset.fingerprint,
+        "training rows": len(split.train_ids),
+        "verifier": source.description.verifier_hash,
+        "packed rows per step": accelerator.num_processes * config.trainer.gradient_accumulation_steps,
+        "arithmetic": str(precision.autocast or torch.float32).removeprefix("torch."),
+    }
+
+
+def _announce(accelerator: Accelerator, precision: Precision, split: _Split, draft: Any) -> None:
+    if accelerator.is_main_process:
+        logger.info("%s on %s, %d process(es)", precision.note, accelerator.device, accelerator.num_processes)
+        counts = draft.parameter_counts()
+        logger.info("draft: %.1fM trainable and %.1fM frozen parameters", counts["trainable"] / 1e6, counts["frozen"] / 1e6)
+        logger.info("rows: %d to train on, %d to validate on", len(split.train_ids), len(split.val_ids))
+
+
+def _start_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
+    if not accelerator.log_with:
+        return
+    values = {
+        name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in config.flatten().items()
+    }
+    accelerator.init_trackers(expand_placeholders(config.logging.run_name or "speculators"), config=values)
+
+
+def _make_deterministic() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,82 @@
+"""One trainer per folder, one configuration per folder, and a metrics file without repeated steps."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speculators.errors import ConfigError, SpeculatorsError
+from speculators.train.config import TrainConfig
+from speculators.train.run_folder import MetricsFile, TrainingFolder
+
+DSPARK = {"speculator_type": "dspark", "verifier_name_or_path": "v"}
+
+
+def test_a_second_trainer_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from speculators.train.run_folder import TrainingFolder\n"
+        "with TrainingFolder(Path(sys.argv[1])).locked(): print('in', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "in\n"
+        with pytest.raises(SpeculatorsError, match=f"in use by process {holder.pid} on"), TrainingFolder(tmp_path).locked():
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with TrainingFolder(tmp_path).locked():
+        pass
+
+
+def test_another_configuration_is_refused_with_what_differs(tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    first = TrainConfig.from_flat(DSPARK, lr=1e-3, block_size=4)
+    folder.check_config(first)
+    folder.write_artifacts(first)
+    folder.check_config(TrainConfig.from_flat(DSPARK, lr=1e-3, block_size=4, log_freq=5, save_best=True, logger="tensorboard"))
+    with pytest.raises(ConfigError) as refused:
+        folder.check_config(TrainConfig.from_flat(DSPARK, lr=1e-4, block_size=4))
+    assert "optimizer.lr: 0.001 there, 0.0001 here" in str(refused.value)
+    assert "--save-path" in str(refused.value)
+    (tmp_path / "run.yaml").write_text("- no\n")
+    with pytest.raises(ConfigError, match=r"not a readable run\.yaml"):
+        folder.check_config(first)
+
+
+def test_other_rows_or_another_verifier_are_refused(tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    folder.check_identity({"rows": "a", "verifier": "b"})
+    folder.record("step_budget", 7)
+    folder.check_identity({"rows": "a", "verifier": "b"})
+    assert folder.recorded("step_budget") == 7
+    assert folder.recorded("nothing") is None
+    with pytest.raises(ConfigError, match="rows: a there, c here"):
+        folder.check_identity({"rows": "c", "verifier": "b"})
+
+
+def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    assert folder.move_aside() is None
+    (tmp_path / "0").mkdir()
+    (tmp_path / "checkpoint_best").symlink_to("0")
+    (tmp_path / "run.yaml").write_text("train: {}")
+    (tmp_path / "mine.txt").write_text("x")
+    moved = folder.move_aside()
+    assert sorted(entry.name for entry in moved.iterdir()) == ["0", "checkpoint_best", "run.yaml"]
+    assert (moved / "checkpoint_best").exists()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine.txt", moved.name]
+
+
+def test_metrics_rewind_to_a_step(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.rewind(0)
+    for step in range(1, 5):
+        metrics.append({"global_step": step})
+    with open(metrics.path, "a") as file:
+        file.write('{"global_step": 5, "tr')
+    metrics.rewind(2)
+    assert [record["global_step"] for record in metrics.records()] == [1, 2]
