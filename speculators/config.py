@@ -30,8 +30,19 @@ UNSET = "UNSET"
 
 #: Keys of Hugging Face's base config that are runtime state or belong to other kinds of model; never written.
 _UNWRITTEN = frozenset(
-    "auto_map base_config_key chunk_size_feed_forward id2label is_encoder_decoder label2id model_type output_attentions "
-    "output_hidden_states problem_type return_dict".split()
+    {
+        "auto_map",
+        "base_config_key",
+        "chunk_size_feed_forward",
+        "id2label",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+    }
 )
 
 RegisteredConfig = TypeVar("RegisteredConfig", bound="type[SpeculatorModelConfig]")

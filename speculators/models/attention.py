@@ -19,7 +19,7 @@ __all__ = ["AttentionImpl", "AttentionPlan", "attend", "block_attention", "plan_
 AttentionImpl = Literal["reference", "document"]
 
 #: Blocks of one document that share a context range. Fewer means tighter ranges (less masked work), more means larger matmuls.
-BLOCKS_PER_RANGE = 64
+BLOCKS_PER_RANGE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ def block_attention(
     :func:`~speculators.layout.sees_block` holds.
 
     :param q: ``[A, K, h, c]``, rotated.
-    :param k_context: ``[T, g, c]``, rotated; ``v_context`` alike. h is a multiple of g: query heads of one group share a key head.
+    :param k_context: ``[T, g, c]``, rotated; ``v_context`` alike. h is a multiple of g: neighbouring query heads share a
+        key head.
     :param k_block: ``[A, K, g, c]``, rotated; ``v_block`` alike.
     :param anchors: int ``[A]``, row positions, in any order.
     :param document_ids: int ``[T]``.
@@ -119,7 +120,7 @@ def block_attention(
         visible = sees_context(positions, anchors[:, None, None], slots[None, :, None], window, window_reference)
         documents = document_ids[anchors][:, None, None]
         visible = visible & (document_ids == documents) & (documents != PAD_DOCUMENT)
-        return attend(q, k_context, v_context, k_block, v_block, visible, causal_block=causal_block)
+        return attend(q, k_context, v_context, k_block, v_block, visible=visible, causal_block=causal_block)
     if impl != "document":
         raise ValueError(f"unknown block_attention implementation {impl!r}; use 'reference' or 'document'")
     if plan is None:
@@ -130,27 +131,32 @@ def block_attention(
     if plan.order is not None:
         q, k_block, v_block = q[plan.order], k_block[plan.order], v_block[plan.order]
     slots = torch.arange(q.shape[1], device=q.device)
-    outputs = []
+    contexts = []
     for part in plan.ranges:
-        blocks, context = slice(part.first_block, part.last_block), slice(part.context_start, part.context_end)
         positions = torch.arange(part.context_start, part.context_end, device=q.device)
+        own = plan.anchors[part.first_block : part.last_block, None, None]
         # [n, 1, L] when the window does not depend on the slot, else [n, K, L].
-        visible = sees_context(
-            positions, plan.anchors[blocks, None, None], slots[None, :, None], plan.window, plan.window_reference
-        )
-        outputs.append(
-            attend(
-                q[blocks],
-                k_context[context],
-                v_context[context],
-                k_block[blocks],
-                v_block[blocks],
+        visible = sees_context(positions, own, slots[None, :, None], plan.window, plan.window_reference)
+        contexts.append(
+            _Context(
+                part.last_block - part.first_block,
+                k_context[part.context_start : part.context_end],
+                v_context[part.context_start : part.context_end],
                 visible,
-                causal_block=causal_block,
             )
         )
-    output = torch.cat(outputs)
+    output = _attend_ranges(q, k_block, v_block, contexts, causal_block)
     return output if plan.order is None else torch.empty_like(output).index_copy(0, plan.order, output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What a run of consecutive blocks attends to besides their own slots."""
+
+    num_blocks: int
+    keys: Tensor  #: ``[L, g, c]``
+    values: Tensor  #: ``[L, g, c]``
+    visible: Tensor | None  #: bool, broadcastable to ``[num_blocks, K, L]``
 
 
 def attend(
@@ -159,43 +165,59 @@ def attend(
     v_context: Tensor,
     k_block: Tensor,
     v_block: Tensor,
-    visible: Tensor | None,
     *,
+    visible: Tensor | None,
     causal_block: bool,
 ) -> Tensor:
-    """Attention of n blocks over one common context and their own slots, in one softmax.
+    """Attention of all blocks over one common context and their own slots.
 
-    Query heads are folded into rows of their key head's matrix instead of repeating the keys.
-
-    :param q: ``[n, K, h, c]``.
+    :param q: ``[A, K, h, c]``.
     :param k_context: ``[L, g, c]``; ``v_context`` alike.
-    :param k_block: ``[n, K, g, c]``; ``v_block`` alike.
-    :param visible: bool, broadcastable to ``[n, K, L]``; None: all the context is visible.
-    :returns: ``[n, K, h, c]``.
+    :param k_block: ``[A, K, g, c]``; ``v_block`` alike.
+    :param visible: bool, broadcastable to ``[A, K, L]``; None: all the context is visible.
+    :returns: ``[A, K, h, c]``.
+    """
+    context = _Context(q.shape[0], k_context, v_context, visible)
+    return _attend_ranges(q, k_block, v_block, [context], causal_block)
+
+
+def _attend_ranges(q: Tensor, k_block: Tensor, v_block: Tensor, contexts: list[_Context], causal_block: bool) -> Tensor:
+    """Softmax over context and own block together, run by run; the runs partition the blocks in order.
+
+    Query heads are folded into rows of their key head's matrix instead of repeating the keys, and what does not depend on
+    the context is done for all blocks at once: many small matmuls cost more than one large one.
     """
     num_blocks, num_slots, num_heads, head_dim = q.shape
-    length, num_kv_heads, _ = k_context.shape
+    num_kv_heads = k_block.shape[2]
     group = num_heads // num_kv_heads
     rows = num_slots * group
-    # [g, n, K * group, c]: the rows of one block and key head together.
+    # [g, A, K * group, c]: the rows of one block and key head together.
     folded = (q * head_dim**-0.5).view(num_blocks, num_slots, num_kv_heads, group, head_dim).permute(2, 0, 1, 3, 4)
     folded = folded.reshape(num_kv_heads, num_blocks, rows, head_dim)
-
-    context_scores = torch.bmm(folded.flatten(1, 2), k_context.permute(1, 2, 0)).view(num_kv_heads, num_blocks, rows, length)
-    if visible is not None:
-        hidden = ~visible
-        if hidden.shape[-2] > 1:
-            hidden = hidden.repeat_interleave(group, dim=-2)
-        context_scores = context_scores.masked_fill(hidden, float("-inf"))
-    block_scores = folded @ k_block.permute(2, 0, 3, 1)  # [g, n, K * group, K]
+    # Key rows are laid out contiguously before they are transposed: batched matmul is slow on the other order.
+    keys = k_block.permute(2, 0, 1, 3).contiguous()  # [g, A, K, c]
+    block_scores = torch.matmul(folded, keys.transpose(-1, -2))  # [g, A, K * group, K]
     if causal_block:
         slots = torch.arange(num_slots, device=q.device)
-        seen = sees_block(slots[:, None], slots[None, :], causal=True)
-        block_scores = block_scores.masked_fill(~seen.repeat_interleave(group, dim=0), float("-inf"))
+        unseen = ~sees_block(slots[:, None], slots[None, :], causal=True)
+        block_scores = block_scores.masked_fill(unseen.repeat_interleave(group, dim=0), float("-inf"))
 
-    weights = torch.cat([context_scores, block_scores], dim=-1).softmax(dim=-1)
-    context_weights, block_weights = weights.split([length, num_slots], dim=-1)
-    output = torch.bmm(context_weights.flatten(1, 2), v_context.transpose(0, 1)).view_as(folded)
-    output = output + block_weights @ v_block.permute(2, 0, 1, 3)
+    outputs, block_weights = [], []
+    sizes = [context.num_blocks for context in contexts]
+    # `split` instead of slices: the gradient of a slice fills a tensor of the whole size.
+    for context, q_run, block_run in zip(contexts, folded.split(sizes, dim=1), block_scores.split(sizes, dim=1)):
+        length = context.keys.shape[0]
+        scores = torch.bmm(q_run.flatten(1, 2), context.keys.permute(1, 2, 0)).unflatten(1, (-1, rows))
+        if context.visible is not None:
+            unseen = ~context.visible
+            if unseen.shape[-2] > 1:
+                unseen = unseen.repeat_interleave(group, dim=-2)
+            scores = scores.masked_fill(unseen, float("-inf"))
+        weights = torch.cat([scores, block_run], dim=-1).softmax(dim=-1)
+        context_weights, own_weights = weights.split([length, num_slots], dim=-1)
+        output = torch.bmm(context_weights.flatten(1, 2), context.values.transpose(0, 1))
+        outputs.append(output.unflatten(1, (-1, rows)))
+        block_weights.append(own_weights)
+    output = torch.cat(outputs, dim=1) + torch.matmul(torch.cat(block_weights, dim=1), v_block.permute(2, 0, 1, 3))
     output = output.view(num_kv_heads, num_blocks, num_slots, group, head_dim).permute(1, 2, 0, 3, 4)
     return output.reshape(num_blocks, num_slots, num_heads, head_dim)

@@ -223,9 +223,7 @@ class BlockBackbone(nn.Module):
                 )
             attend_blocks = self._attend_blocks(anchors, document_ids, window, attn_impl, plans.get(window.window))
 
-            def run(
-                states: Tensor, rows: Tensor, layer: Any = layer, attend_blocks: AttendBlocks = attend_blocks
-            ) -> Tensor:
+            def run(states: Tensor, rows: Tensor, layer: Any = layer, attend_blocks: AttendBlocks = attend_blocks) -> Tensor:
                 context_kv = layer.self_attn.keys_values(rows, context_rotation)
                 return layer(states, context_kv, block_rotation, attend_blocks)
 

@@ -128,8 +128,8 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
         model: Any = model_class(config)
         if model.reduced_vocabulary and t2d is None:
             raise ConfigError(
-                f"draft_vocab_size {model.draft_vocab_size} is below the verifier's {model.verifier_vocab_size}, so a vocabulary "
-                "mapping is needed; give t2d and d2t"
+                f"draft_vocab_size {model.draft_vocab_size} is below the verifier's {model.verifier_vocab_size}, so a "
+                "vocabulary mapping is needed; give t2d and d2t"
             )
         model.load_vocab_mappings(t2d, d2t)
         model = model.to(dtype)
@@ -161,9 +161,7 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
             if name == HEAD and self.t2d is not None:
                 tensor = tensor[self.t2d.to(tensor.device)]
             device = owner.weight.device if not owner.weight.is_meta else self.device
-            owner.weight = nn.Parameter(
-                tensor.to(device=device, dtype=owner.weight.dtype, copy=True), requires_grad=False
-            )
+            owner.weight = nn.Parameter(tensor.to(device=device, dtype=owner.weight.dtype, copy=True), requires_grad=False)
 
     def _verifier_name(self) -> str | None:
         speculators_config = self.config.speculators_config
@@ -270,12 +268,16 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
     # ---- writing --------------------------------------------------------------------------------------------------
 
     def checkpoint_tensors(
-        self, *, dtype: torch.dtype | None = None, include_embeddings: bool = False, state_dict: Mapping[str, Tensor] | None = None
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        include_embeddings: bool = False,
+        state_dict: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Tensors as the file holds them: on the CPU, contiguous, floats in ``dtype`` (their own when None).
 
-        :param state_dict: what to write instead of the model's own state (as gathered from shards); the model's frozen parts and
-            tables fill in what it lacks.
+        :param state_dict: what to write instead of the model's own state (as gathered from shards); the model fills in what it
+            lacks.
         """
         tensors = dict(self.state_dict())
         if state_dict is not None:

@@ -1,7 +1,8 @@
 """Drafting with DFlash and DSpark models: one parallel pass per block, then one cheap step per token.
 
 Per request and layer, the rotated keys and values of the context are cached (never those of a block), so that a round costs
-the new context rows and one block. Shape letters: t context tokens, K slots, H hidden, D draft vocabulary, g heads, c head size.
+the new context rows and one block. Shape letters: t context tokens, K slots, N predicted tokens, H hidden size, D draft
+vocabulary, g key/value heads, c head size.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class BlockDrafter:
         :raises ValueError: lists or lengths do not match the requests.
         """
         if not len(token_ids) == len(features) == len(self._contexts):
-            raise ValueError(f"expected {len(self._contexts)} requests, got {len(token_ids)} token lists, {len(features)} features")
+            raise ValueError(
+                f"expected {len(self._contexts)} requests, got {len(token_ids)} token lists and {len(features)} features"
+            )
         device = self.model.fc.weight.device
         for context, ids, states in zip(self._contexts, token_ids, features, strict=True):
             if ids.shape[0] != states.shape[0]:

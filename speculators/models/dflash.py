@@ -89,11 +89,13 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
         family = self.speculators_model_type
         first_legal = 1 if self.sample_from_anchor else 2
         if self.block_size < first_legal:
-            raise ConfigError(f"{family}: block_size {self.block_size} predicts no token in this layout; use at least {first_legal}")
+            raise ConfigError(
+                f"{family}: block_size {self.block_size} predicts no token in this layout; use at least {first_legal}"
+            )
         if not 0 <= self.mask_token_id < decoder.vocab_size:
             raise ConfigError(
-                f"{family}: mask_token_id {self.mask_token_id} is outside the verifier's embedding of {decoder.vocab_size} rows; "
-                "choose a reserved id of the verifier's tokenizer"
+                f"{family}: mask_token_id {self.mask_token_id} is outside the verifier's embedding of {decoder.vocab_size} "
+                "rows; choose a reserved id of the verifier's tokenizer"
             )
         if self.draft_vocab_size > decoder.vocab_size:
             raise ConfigError(
@@ -192,9 +194,7 @@ class DFlashDraftModel(BlockBackbone, SpeculatorModel):
         """Input embeddings ``[A, num_slots, H]`` of blocks whose anchors hold these verifier ids ``[A]``."""
         return self.embed_tokens(block_input_ids(anchor_ids, num_slots, self.config.mask_token_id))
 
-    def draft_hidden(
-        self, batch: PackedBatch, num_slots: int | None = None, attn_impl: AttentionImpl = "document"
-    ) -> Tensor:
+    def draft_hidden(self, batch: PackedBatch, num_slots: int | None = None, attn_impl: AttentionImpl = "document") -> Tensor:
         """Post-norm states of every slot of the batch's blocks, ``[A, num_slots, H]``.
 
         :param batch: with ``features`` attached.

@@ -62,13 +62,13 @@ def build_draft_config(
     """
     if draft_arch not in (None, "qwen3"):
         raise ConfigError(
-            f"draft_arch {draft_arch!r} does not exist for block drafts, whose layers are Qwen3-style; leave it out or use qwen3"
+            f"draft_arch {draft_arch!r} does not exist for block drafts, whose layers are Qwen3-style; leave it out"
         )
     if num_layers < 1:
         raise ConfigError(f"num_layers is {num_layers}, but a draft needs at least one layer")
     outside = [index for index in full_attention_indices if not 0 <= index < num_layers]
     if outside:
-        raise ConfigError(f"full_attention_indices {outside} are not layers of a draft with {num_layers} layers, numbered from 0")
+        raise ConfigError(f"full_attention_indices {outside} are not layers of a draft with layers 0 to {num_layers - 1}")
     if sliding_window is not None and sliding_window < 0:
         raise ConfigError(f"sliding_window is {sliding_window}; give a number of tokens, or 0 for full attention")
 

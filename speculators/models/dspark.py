@@ -46,8 +46,8 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
         super().check()
         if self.markov_rank == 0 and self.enable_confidence_head and self.confidence_head_with_markov:
             raise ConfigError(
-                "dspark: confidence_head_with_markov needs a Markov head; set markov_rank above 0 or confidence_head_with_markov to "
-                "false"
+                "dspark: confidence_head_with_markov needs a Markov head; set markov_rank above 0 or switch "
+                "confidence_head_with_markov off"
             )
 
     def _fill_engine_keys(self) -> None:
@@ -83,16 +83,14 @@ class DSparkDraftModel(DFlashDraftModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # Heads start near zero whatever the decoder's range: the first steps then train the backbone, not against a random bias.
+        # Heads start near zero whatever the decoder's range: the first steps then do not fight a random bias.
         heads = [head for head in (self.markov_head, self.confidence_head) if head is not None]
         if isinstance(module, (nn.Linear, nn.Embedding)) and any(module is part for head in heads for part in head.modules()):
             nn.init.normal_(module.weight, std=HEAD_STD)
 
     @property
     def heads(self) -> DraftHeads:
-        return DraftHeads(
-            self.lm_head, self.markov_head, self.confidence_head, self.config.confidence_head_with_markov
-        )
+        return DraftHeads(self.lm_head, self.markov_head, self.confidence_head, self.config.confidence_head_with_markov)
 
 
 #: The name by which models are usually read: ``DSparkSpeculator.from_pretrained(folder)``.

@@ -26,7 +26,7 @@ class MarkovHead(nn.Module):
 
     - ``vanilla``: bias = W2 e
     - ``gated``: bias = W2 (sigmoid(G [h; e] + b) * e)
-    - ``rnn``: (g, c, o) = J [s; e; h] + b; s' = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c); bias = W2 tanh(o), s = 0 at depth 0
+    - ``rnn``: (g, c, o) = J [s; e; h] + b; s' = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c); bias = W2 tanh(o); s starts at 0
 
     W1 is indexed by verifier ids (the previous token may be any), W2 projects to the draft vocabulary.
     """

@@ -44,8 +44,25 @@ _FOREIGN = ("layers.", "vision", "visual", "audio", "mtp", "encoder.")
 
 #: Model types whose RMSNorm multiplies by 1 + weight (read off transformers' modelling code); all others multiply by weight.
 _NORM_ADDS_ONE = frozenset(
-    "gemma gemma2 gemma3 gemma3_text recurrent_gemma vaultgemma t5gemma t5gemma2 qwen3_next qwen3_5 qwen3_5_text "
-    "qwen3_5_moe qwen3_5_moe_text minimax_m3_vl minimax_m3_vl_text step3p7 step3p7_text".split()
+    {
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "minimax_m3_vl",
+        "minimax_m3_vl_text",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "recurrent_gemma",
+        "step3p7",
+        "step3p7_text",
+        "t5gemma",
+        "t5gemma2",
+        "vaultgemma",
+    }
 )
 
 _WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
@@ -72,7 +89,7 @@ def read_verifier_config(name_or_path: str | os.PathLike[str], trust_remote_code
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise VerifierError(
-            f"no readable model config at {str(name_or_path)!r}; give the verifier's folder or hub id with --verifier-name-or-path"
+            f"no readable model config at {str(name_or_path)!r}; give the verifier's folder or hub id"
         ) from error
 
 
@@ -92,7 +109,7 @@ def read_verifier_weights(name_or_path: str | os.PathLike[str], parts: Iterable[
             name = _find(index, "embed_tokens")
         if name is None:
             raise VerifierError(
-                f"the verifier {str(name_or_path)!r} has no tensor that looks like its {part}; its weight names are not known here"
+                f"the verifier {str(name_or_path)!r} has no tensor that looks like its {part}, so its weight names are unknown here"
             )
         tensor = _read(name_or_path, index[name], name)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
@@ -141,9 +158,7 @@ def _weight_index(name_or_path: str | os.PathLike[str]) -> dict[str, str]:
             return dict.fromkeys(torch.load(path, weights_only=True, mmap=True, map_location="cpu"), filename)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise VerifierError(f"cannot read the verifier's {path} ({error}); fetch the file again") from error
-    raise VerifierError(
-        f"no verifier weights at {str(name_or_path)!r}; give the folder that holds the verifier's model.safetensors or its index"
-    )
+    raise VerifierError(f"no verifier weights at {str(name_or_path)!r}; give the folder with the verifier's model.safetensors")
 
 
 def _read(name_or_path: str | os.PathLike[str], filename: str, name: str) -> Tensor:

@@ -80,7 +80,7 @@ class DraftVocabularyMixin(nn.Module):
             return
         t2d, d2t = torch.as_tensor(t2d).bool(), torch.as_tensor(d2t).long()
         if t2d.shape != (self.verifier_vocab_size,):
-            raise ConfigError(f"t2d has shape {tuple(t2d.shape)}, but the verifier's vocabulary has {self.verifier_vocab_size} ids")
+            raise ConfigError(f"t2d has shape {tuple(t2d.shape)}, but the verifier has {self.verifier_vocab_size} ids")
         if int(t2d.sum()) != self.draft_vocab_size:
             raise ConfigError(f"t2d keeps {int(t2d.sum())} ids, but draft_vocab_size is {self.draft_vocab_size}")
         if d2t.shape != (self.draft_vocab_size,):
