@@ -179,7 +179,7 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
     def validate(self) -> None:  # type: ignore[override]
         """Nothing left to do: every field was validated when it was set at construction."""
 
-    def copy(self, **changes: Any) -> Any:  # type: ignore[override]
+    def copy(self, **changes: Any) -> Any:
         return self.model_copy(update=changes, deep=True)
 
     def __eq__(self, other: object) -> bool:
@@ -232,7 +232,7 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
     # ---- reading --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str],
         cache_dir: str | os.PathLike[str] | None = None,
@@ -272,7 +272,7 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
         return cls.from_dict(values, **kwargs)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:  # type: ignore[override]
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """The config of the registered class that ``speculators_model_type`` names.
 
         :param kwargs: values that override ``config_dict``.

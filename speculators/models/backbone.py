@@ -10,9 +10,9 @@ packed row, A anchors, K slots, M captured layers, H hidden size, h query heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -262,7 +262,8 @@ class BlockBackbone(nn.Module):
     def context_keys_values(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Every layer's rotated keys and values ``[T, g, c]`` of context rows: what a drafter caches."""
         rotation = self.rotary(positions, context.dtype)
-        return [layer.self_attn.keys_values(context, rotation) for layer in self.layers]  # type: ignore[operator]
+        layers = cast(Iterable[BlockDecoderLayer], self.layers)
+        return [layer.self_attn.keys_values(context, rotation) for layer in layers]
 
     def run_cached(
         self,

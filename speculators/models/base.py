@@ -43,7 +43,7 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
     :meth:`from_verifier` starts a draft for training and :meth:`from_pretrained` reads a checkpoint.
     """
 
-    config_class = SpeculatorModelConfig
+    config_class: Any = SpeculatorModelConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -198,7 +198,12 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
         if pretrained_model_name_or_path is None:
             raise ValueError("from_pretrained needs a checkpoint folder; use from_verifier for a new draft")
         path = str(pretrained_model_name_or_path)
-        where = {"cache_dir": cache_dir, "local_files_only": local_files_only, "token": token, "revision": revision}
+        where: dict[str, Any] = {
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+            "token": token,
+            "revision": revision,
+        }
         if config is None:
             config = SpeculatorModelConfig.from_pretrained(path, **where)
         model_class = cls.registered_model_class_from_config(config)

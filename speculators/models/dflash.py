@@ -58,7 +58,7 @@ DecoderConfig = Annotated[PretrainedConfig, BeforeValidator(_decoder_config), Pl
 class DFlashSpeculatorConfig(SpeculatorModelConfig):
     """Config of a DFlash draft; the keys are those of ``config.json``."""
 
-    speculators_model_type: Literal["dflash"] = "dflash"  # type: ignore[assignment]
+    speculators_model_type: Literal["dflash"] = "dflash"
     architectures: list[str] | None = Field(default_factory=lambda: ["DFlashSpeculator"])
 
     #: The draft's decoder; its ``vocab_size`` and ``hidden_size`` are the verifier's.
@@ -142,9 +142,9 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
 class DFlashDraftModel(BlockBackbone, SpeculatorModel):
     """The DFlash draft. Shape letters as in :mod:`speculators.models.backbone`; N predicted tokens, V and D vocabularies."""
 
-    config_class = DFlashSpeculatorConfig
+    config_class: Any = DFlashSpeculatorConfig
     config: DFlashSpeculatorConfig
-    _no_split_modules = ("BlockDecoderLayer",)
+    _no_split_modules: Any = ("BlockDecoderLayer",)
 
     def __init__(self, config: DFlashSpeculatorConfig) -> None:
         super().__init__(config)
@@ -217,7 +217,7 @@ class DFlashDraftModel(BlockBackbone, SpeculatorModel):
         """States ``[A, N, H]`` of the slots that predict a token, by depth, of all slots' ``[A, K, H]``."""
         return hidden[:, self.layout.first_predicting_slot :]
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         batch: PackedBatch,
         *,

@@ -58,7 +58,7 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
 class DSparkDraftModel(DFlashDraftModel):
     """The DSpark draft."""
 
-    config_class = DSparkSpeculatorConfig
+    config_class: Any = DSparkSpeculatorConfig
     config: DSparkSpeculatorConfig
     optional_tensors = frozenset({"confidence_head.proj.bias"})
 

@@ -109,7 +109,7 @@ def read_verifier_weights(name_or_path: str | os.PathLike[str], parts: Iterable[
             name = _find(index, "embed_tokens")
         if name is None:
             raise VerifierError(
-                f"the verifier {str(name_or_path)!r} has no tensor that looks like its {part}, so its weight names are unknown here"
+                f"the verifier {str(name_or_path)!r} has no tensor that looks like its {part}, so it cannot be used"
             )
         tensor = _read(name_or_path, index[name], name)
         if not tensor.is_floating_point() or tensor.element_size() < 2:

@@ -20,7 +20,7 @@ class GreedyTokenProposalConfig(TokenProposalConfig):
     :param accept_tolerance: by how much less likely than the best an accepted token may be.
     """
 
-    proposal_type: Literal["greedy"] = "greedy"  # type: ignore[assignment]
+    proposal_type: Literal["greedy"] = "greedy"
     speculative_tokens: int = Field(default=5, ge=1)
     verifier_accept_k: int = Field(default=1, ge=1)
     accept_tolerance: float = Field(default=0.0, ge=0.0)
