@@ -31,7 +31,7 @@ def what_it_means(results: EvaluationResults) -> str:
     bound = next((one for one in results.bound if (one.draft, one.n) == (best.draft, best.n)), None)
     if bound is not None:
         sentences.append(
-            f"On this machine a round with n={bound.n} costs as much as {bound.break_even_acceptance_length:.2f} plain steps, the "
+            f"Here a round with n={bound.n} costs as much as {bound.break_even_acceptance_length:.2f} plain steps, the "
             f"acceptance length from which it pays; this draft has {best.acceptance_length:.2f}."
         )
     runs = [run for benchmark in results.benchmarks for run in benchmark.runs]
