@@ -155,7 +155,7 @@ def _compare_with_plain(
             expected.tokens,
             decoded.tokens,
             settings.max_new_tokens,
-            settings.eos_ids,
+            eos_ids=settings.eos_ids,
             prompt_index=index,
         )
         for index, (prompt, expected, decoded) in enumerate(

@@ -113,14 +113,15 @@ def evaluate_checkpoint(
     dtype = parse_dtype(request.dtype)
     verifier = load_verifier(path, dtype=dtype, device=request.device, trust_remote_code=request.trust_remote_code)
     _check_fit(config, verifier, path)
+    if verifier.tokenizer is None:
+        raise VerifierError(f"the verifier {path} has no tokenizer files, which prompts need; add them to the folder")
     sets = [
         PromptSet(name, [render_prompt(verifier.tokenizer, prompt.messages, prompt.tools) for prompt in file])
         for name, file in zip(_distinct([name for name, _ in prompts]), (file for _, file in prompts))
     ]
     for prompt_set in sets:
         check_lengths(prompt_set, request.max_new_tokens, verifier.context_length)
-    parameter = next(verifier.model.parameters())
-    model = SpeculatorModel.from_pretrained(request.checkpoint, dtype=parameter.dtype, device=parameter.device, verifier=path)
+    model = SpeculatorModel.from_pretrained(request.checkpoint, dtype=verifier.dtype, device=verifier.device, verifier=path)
     drafts = drafts_of(model, str(request.checkpoint), request.num_speculative_tokens, request.without_markov)
     settings = BenchmarkSettings(request.max_new_tokens, request.sampling, request.repeats, verifier.eos_ids)
     results = evaluate_drafts(
@@ -213,11 +214,10 @@ def evaluate_drafts(
                 full_block=full_block,
             )
         )
-    parameter = next(verifier.model.parameters())
     return EvaluationResults(
         verifier=verifier_name,
         engine=engine_name(),
-        machine=describe_machine(parameter.device),
+        machine=describe_machine(verifier.device),
         drafts=[draft.description for draft in drafts],
         benchmarks=benchmarks,
         average=averages(benchmarks),
@@ -228,7 +228,7 @@ def evaluate_drafts(
             "seed": seed,
             "repeats": settings.repeats,
             "draft_full_block": full_block,
-            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "dtype": str(verifier.dtype).removeprefix("torch."),
             "batch": 1,
         },
     )
@@ -266,10 +266,9 @@ def _named_verifier(config: Any, checkpoint: Path) -> str:
 def _check_fit(config: Any, verifier: Verifier, path: str | Path) -> None:
     """A draft reads its verifier's states and writes its token ids, so both sizes must agree."""
     decoder = config.transformer_layer_config
-    hidden = verifier.config.get_text_config().hidden_size
-    if (decoder.hidden_size, decoder.vocab_size) != (hidden, verifier.vocab_size):
+    if (decoder.hidden_size, decoder.vocab_size) != (verifier.hidden_size, verifier.vocab_size):
         raise VerifierError(
-            f"the verifier {path} (hidden size {hidden}, {verifier.vocab_size} tokens) is not the one of the draft "
+            f"the verifier {path} (hidden size {verifier.hidden_size}, {verifier.vocab_size} tokens) is not the draft's own "
             f"(hidden size {decoder.hidden_size}, {decoder.vocab_size} tokens); give the right one with --verifier"
         )
 

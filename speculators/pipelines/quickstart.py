@@ -26,7 +26,7 @@ from speculators.data.prompts import load_human_eval, read_prompts
 from speculators.data.rendering import render_prompt, tokenizer_hash
 from speculators.data.rows import AnswerRecord, DataManifest, RowDataset
 from speculators.data.vocabulary import count_tokens, mapping_for, save_token_frequencies
-from speculators.errors import DataError, SpeculatorsError
+from speculators.errors import DataError, SpeculatorsError, VerifierError
 from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet
 from speculators.evaluation.command import check_lengths, drafts_of, evaluate_drafts
 from speculators.evaluation.progress import progress_share
@@ -93,6 +93,8 @@ class _Quickstart:
         before = self.folder.product("load")
         path = self.settings.verifier or packaged_verifier()
         verifier = load_verifier(str(path))
+        if verifier.tokenizer is None:
+            raise VerifierError(f"the verifier {path} has no tokenizer files, which prompts need; add them to the folder")
         if before is not None and before["hash"] != verifier.hash:
             raise SpeculatorsError(
                 f"the verifier in {path} is not the one that {self.path} was begun with; choose another --output"
@@ -241,9 +243,8 @@ class _Quickstart:
         sets = self._held_out_sets(verifier, split)
         for prompts in sets:
             check_lengths(prompts, settings.decode_tokens, verifier.context_length)
-        parameter = next(verifier.model.parameters())
         model = SpeculatorModel.from_pretrained(
-            str(checkpoint), dtype=parameter.dtype, device=parameter.device, verifier=str(verifier_path)
+            str(checkpoint), dtype=verifier.dtype, device=verifier.device, verifier=str(verifier_path)
         )
         drafts = drafts_of(model, str(checkpoint), settings.decode_counts, without_markov=True)
         results = evaluate_drafts(
