@@ -152,12 +152,13 @@ class BlockDrafter:
             context.append(empty)
         embeds = model.embed_blocks(torch.tensor([anchor], device=device), num_slots)
         positions = torch.arange(start, position, device=device)
+        anchor_position = torch.full((1, 1, 1), position, device=device)
         slots = torch.arange(num_slots, device=device)
         attend_layers: list[AttendBlocks] = []
         for window in model.windows:
             visible = None
             if window.window is not None:
-                visible = sees_context(positions, position, slots[None, :, None], window.window, model.window_reference)
+                visible = sees_context(positions, anchor_position, slots[None, :, None], window.window, model.window_reference)
             attend_layers.append(partial(attend, visible=visible, causal_block=window.causal_block))
         hidden = model.run_cached(embeds, position, attend_layers, context.rows(start))
         return model.predicting(hidden)[0]
