@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
-from speculators.decoding.replay import ReplayedRow
+from speculators.decoding.replay import ReplayedRow, ReplayModel, replay_row, require_own_answers
+from speculators.sampling import SamplingParams
 
-__all__ = ["AcceptancePrediction"]
+if TYPE_CHECKING:
+    from speculators.data.rows import AnswerRecord, Row
+    from speculators.losses import TeacherHead
+    from speculators.verifiers.source import HiddenStateSource
+
+__all__ = ["AcceptancePrediction", "predict_acceptance"]
+
+#: Rows whose states are asked for at a time.
+ROWS_PER_FETCH = 8
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -91,3 +103,60 @@ class AcceptancePrediction:
         Under the row's sampling: greedy, it is the share of the verifier's tokens.
         """
         return _ratio(self.mass, self.tokens)
+
+
+def predict_acceptance(
+    model: ReplayModel,
+    teacher: TeacherHead,
+    rows: Iterable[Row],
+    source: HiddenStateSource,
+    *,
+    answers: AnswerRecord | None,
+    num_draft_tokens: int,
+    sampling: SamplingParams,
+    eos_ids: Collection[int] = (),
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> AcceptancePrediction:
+    """Replay a data set's rows and add them up.
+
+    :param model: the draft; ``teacher``: the verifier's output head; both on ``device``.
+    :param source: gives the verifier's states of the draft's layers.
+    :param answers: the manifest's record of how the rows' answers came about.
+    :param num_draft_tokens: n; ``sampling``: how the decoder would sample; ``eos_ids``: tokens that ended the answers.
+    :param dtype: of the states; the source's own when None.
+    :raises DataError: when the rows are not the verifier's own answers under ``sampling``.
+    """
+    require_own_answers(answers, sampling)
+    limit = answers.max_new_tokens if answers is not None else None
+    total = AcceptancePrediction()
+    for part in _parts(rows, ROWS_PER_FETCH):
+        for row, states in zip(part, source.fetch(part), strict=True):
+            final = states.final.to(device=device, dtype=dtype)
+            if source.description.final_state == "pre_norm":
+                final = cast(Any, teacher).normalize(final)
+            replayed = replay_row(
+                model,
+                teacher,
+                input_ids=torch.as_tensor(row.input_ids, dtype=torch.long, device=device),
+                loss_mask=torch.as_tensor(row.loss_mask, dtype=torch.bool, device=device),
+                features=states.features.to(device=device, dtype=dtype),
+                final_states=final,
+                num_draft_tokens=num_draft_tokens,
+                sampling=sampling,
+                eos_ids=eos_ids,
+                max_new_tokens=limit,
+            )
+            total.add(replayed)
+    return total
+
+
+def _parts(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    part: list[Row] = []
+    for row in rows:
+        part.append(row)
+        if len(part) == size:
+            yield part
+            part = []
+    if part:
+        yield part

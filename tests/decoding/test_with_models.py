@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +16,16 @@ from transformers import AutoModelForCausalLM
 
 from speculators.batch import PackedBatch
 from speculators.config import VerifierConfig
-from speculators.decoding import AcceptancePrediction, AcceptanceStatistics, Decoder, compare_greedy, replay_row
-from speculators.errors import ConfigError
+from speculators.data.rows import AnswerRecord, Row
+from speculators.decoding import (
+    AcceptancePrediction,
+    AcceptanceStatistics,
+    Decoder,
+    compare_greedy,
+    predict_acceptance,
+    replay_row,
+)
+from speculators.errors import ConfigError, DataError
 from speculators.layout import anchor_candidates
 from speculators.losses import LossConfig, batch_denominators
 from speculators.models.base import SpeculatorModel
@@ -23,6 +34,8 @@ from speculators.models.draft_config import build_draft_config
 from speculators.models.dspark import DSparkSpeculatorConfig
 from speculators.models.verifier_weights import VerifierHead
 from speculators.sampling import SamplingParams
+from speculators.verifiers.loading import Verifier, load_verifier
+from speculators.verifiers.session import TransformersSession
 from tests.decoding.tables import Output
 from tests.tiny import tiny_verifier
 
@@ -190,6 +203,50 @@ def test_every_greedy_round_equals_its_replay(setting: Setting, n: int) -> None:
     assert prediction.tau_uniform != prediction.predicted_acceptance_length
 
 
+class ListedSource:
+    """A hidden-state source over :func:`states_of`, with states from before or behind the final norm."""
+
+    def __init__(self, model: Any, final_state: str) -> None:
+        self.model, self.description = model, SimpleNamespace(final_state=final_state)
+
+    def fetch(self, rows: list[Row]) -> list[SimpleNamespace]:
+        result = []
+        for row in rows:
+            stream = states_of(self.model, row.input_ids.tolist(), (*LAYERS, 4))[1]
+            final = states_of(self.model, row.input_ids.tolist(), LAYERS)[2]
+            before_norm = stream[:, -1]
+            chosen = final if self.description.final_state == "post_norm" else before_norm
+            result.append(SimpleNamespace(features=stream[:, :-1], final=chosen))
+        return result
+
+
+@pytest.mark.parametrize("final_state", ["post_norm", "pre_norm"])
+def test_a_data_set_s_rows_predict_the_decoder_s_statistics(setting: Setting, final_state: str) -> None:
+    rows = [
+        Row(index, np.array([*prompt, *answer]), np.arange(len(prompt) + ANSWER) >= len(prompt))
+        for index, (prompt, answer) in enumerate(zip(PROMPTS, setting.answers))
+    ]
+    predict = partial(
+        predict_acceptance,
+        setting.draft,
+        setting.head,
+        rows,
+        ListedSource(setting.verifier, final_state),
+        num_draft_tokens=4,
+        sampling=SamplingParams(),
+    )
+    prediction = predict(answers=AnswerRecord(on_policy=True, max_new_tokens=ANSWER))
+    decoder = Decoder(lambda: RecomputingSession(setting.verifier), setting.draft.drafter(), 4)
+    statistics = AcceptanceStatistics()
+    for prompt in PROMPTS:
+        decoded = decoder.decode(prompt, ANSWER)
+        statistics.add([one for one in decoded.rounds if one.complete], len(decoded.tokens))
+    assert prediction.rounds == statistics.rounds
+    assert prediction.predicted_acceptance_length == pytest.approx(statistics.acceptance_length, abs=1e-12)
+    with pytest.raises(DataError, match="own answers"):
+        predict(answers=AnswerRecord(on_policy=False))
+
+
 def test_sampled_prediction_agrees_with_sampled_decoding(verifier: tuple[Path, Any]) -> None:
     """Rows sampled by plain decoding predict the mean rounds of drafting, within four standard errors."""
     setting, n, length, count = fitted("dspark", verifier, steps=24), 3, 12, 40
@@ -238,3 +295,37 @@ def test_the_markov_head_and_the_full_block_can_be_chosen(verifier: tuple[Path, 
         assert all(one.confidence is not None and len(one.confidence) == 2 for one in decoded.rounds)
         rounds.append([one.confidence for one in decoded.rounds])
     assert rounds[0] != rounds[2]
+
+
+@pytest.fixture(scope="module")
+def loaded(verifier: tuple[Path, Any]) -> Verifier:
+    return load_verifier(verifier[0], dtype=torch.float64, device="cpu")
+
+
+@pytest.mark.parametrize("n", [0, 2, 4])
+def test_the_cached_session_decodes_as_the_recomputing_one(setting: Setting, loaded: Verifier, n: int) -> None:
+    """Same tokens and same rounds: caches of verifier and draft, and their rollback, change nothing."""
+    drafter = setting.draft.drafter()
+    cached = Decoder(lambda: TransformersSession(loaded, LAYERS), drafter, n, context_length=loaded.context_length)
+    recomputed = Decoder(lambda: RecomputingSession(setting.verifier), drafter, n)
+    for prompt, answer in zip(PROMPTS, setting.answers):
+        one, other = cached.decode(prompt, ANSWER), recomputed.decode(prompt, ANSWER)
+        assert one.tokens == other.tokens == answer
+        assert [(r.anchor, r.accepted, r.kept) for r in one.rounds] == [(r.anchor, r.accepted, r.kept) for r in other.rounds]
+    together = cached.decode_together(PROMPTS, ANSWER)
+    assert [one.tokens for one in together] == setting.answers
+
+
+def test_drafting_reaches_the_end_of_the_verifier_s_context(verifier: tuple[Path, Any]) -> None:
+    """With a context of 32 both ways of decoding fill it, and a longer prompt is refused."""
+    setting = fitted("dspark", verifier)
+    small = load_verifier(verifier[0], dtype=torch.float64, device="cpu")
+    small.context_length = 32
+    for n in (0, 4):
+        session = partial(TransformersSession, small, LAYERS)
+        decoder = Decoder(session, setting.draft.drafter(), n, context_length=small.context_length)
+        decoded = decoder.decode(PROMPTS[0], 100)
+        assert decoded.tokens == setting.answers[0][: 32 - len(PROMPTS[0])]
+        assert decoded.finish == "context"
+        with pytest.raises(DataError, match="context"):
+            decoder.decode([1] * 32, 5)
