@@ -225,6 +225,11 @@ class VerifierHead(nn.Module):
         :raises VerifierError: files are missing or do not fit, or the final norm is no RMSNorm.
         """
         config = read_verifier_config(name_or_path) if config is None else config
+        if with_norm and not _has_rms_norm(text_config(config)):
+            raise VerifierError(
+                f"the verifier's final norm ({text_config(config).model_type}) is a LayerNorm, which is not rebuilt here; "
+                "capture its states after the norm (post_norm)"
+            )
         parts: list[VerifierPart] = ["lm_head", "norm"] if with_norm else ["lm_head"]
         tensors = read_verifier_weights(name_or_path, parts)
         weight = tensors["lm_head"].to(dtype)
@@ -263,6 +268,12 @@ class VerifierHead(nn.Module):
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
+
+
+def _has_rms_norm(text: PretrainedConfig) -> bool:
+    """LayerNorm models name their epsilon differently, but for Nemotron; state-space models' RMSNorms share their name."""
+    named = any(getattr(text, name, None) is not None for name in ("rms_norm_eps", "norm_eps"))
+    return (named and text.model_type != "nemotron") or "mamba" in text.model_type or text.model_type == "nemotron_h"
 
 
 def _first(config: PretrainedConfig, names: tuple[str, ...], default: Any) -> Any:
