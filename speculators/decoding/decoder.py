@@ -180,6 +180,8 @@ class Decoder:
         The drafter draws for all of them from the first request's generator, so sampled outputs depend on the company
         (their distribution does not); greedy outputs do not. Parameters as for :meth:`decode`.
         """
+        if not prompts:
+            return []
         ids = [torch.as_tensor(prompt, dtype=torch.long) for prompt in prompts]
         budgets = [self._budget(prompt, max_new_tokens) for prompt in ids]
         seconds = Seconds()
