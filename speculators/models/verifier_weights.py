@@ -20,7 +20,15 @@ from transformers.utils import cached_file
 
 from speculators.errors import VerifierError
 
-__all__ = ["VerifierHead", "VerifierPart", "norm_adds_one", "read_verifier_config", "read_verifier_weights", "text_config"]
+__all__ = [
+    "VerifierHead",
+    "VerifierPart",
+    "norm_adds_one",
+    "read_layer_weights",
+    "read_verifier_config",
+    "read_verifier_weights",
+    "text_config",
+]
 
 VerifierPart = Literal["embed_tokens", "lm_head", "norm"]
 
@@ -118,6 +126,25 @@ def read_verifier_weights(name_or_path: str | os.PathLike[str], parts: Iterable[
             )
         found[part] = tensor
     return found
+
+
+def read_layer_weights(name_or_path: str | os.PathLike[str], layer: int) -> dict[str, Tensor]:
+    """Floating-point tensors of one decoder layer of a verifier, by their name inside the layer (``self_attn.q_proj.weight``).
+
+    :param layer: 0-based decoder layer.
+    :raises VerifierError: no weights there, or one is unreadable.
+    """
+    index = _weight_index(name_or_path)
+    mark = f"layers.{layer}."
+    # The language model's layers are those under the shortest prefix; vision towers and MTP layers have longer ones.
+    prefixes = {
+        name[: name.index(mark) + len(mark)] for name in index if mark in name and not any(m in name for m in _FOREIGN[1:])
+    }
+    if not prefixes:
+        return {}
+    prefix = min(prefixes, key=lambda text: (len(text), text))
+    tensors = {name.removeprefix(prefix): _read(name_or_path, index[name], name) for name in index if name.startswith(prefix)}
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() >= 2}
 
 
 def _find(index: dict[str, str], part: VerifierPart) -> str | None:

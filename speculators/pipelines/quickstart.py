@@ -214,6 +214,7 @@ class _Quickstart:
             seed=settings.seed,
             verifier_name_or_path=str(verifier_path),
             num_layers=settings.num_layers,
+            draft_init="verifier",
             draft_vocab_size=min(settings.draft_vocab_size, verifier.vocab_size),
             mask_token_id=_unused_token(verifier, dataset),
             block_size=settings.block_size,

@@ -17,6 +17,7 @@ from speculators.losses import LossConfig
 from speculators.models import DFlashSpeculatorConfig, DSparkSpeculatorConfig, SpeculatorModel
 from speculators.models.draft_config import build_draft_config, default_layer_ids
 from speculators.models.verifier_weights import text_config
+from speculators.models.warm_start import start_from_verifier
 from speculators.train.checkpoints import disk_is_full
 from speculators.train.config.derived import derive
 from speculators.train.config.model import TrainConfig
@@ -113,6 +114,8 @@ def build_draft(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         fresh: Any = SpeculatorModel.from_verifier(draft_config, t2d=t2d, d2t=d2t, verifier=inputs.verifier_path)
+        if config.draft.draft_init == "verifier":
+            start_from_verifier(fresh, inputs.verifier_path)
     return fresh.train()
 
 

@@ -42,6 +42,12 @@ class DraftSettings(Group):
     draft_config: str = setting(
         "", "Folder or JSON file whose decoder config shapes the draft; hidden_size must be the verifier's."
     )
+    draft_init: Literal["random", "verifier"] = setting(
+        "random",
+        "First values of a new draft: noise, or the verifier's last layers where shapes fit.",
+        families=_BLOCKS,
+        own=True,
+    )
     num_layers: int | None = setting(None, "Draft layers [5 for dflash, dspark, dflash2, xpress; else 1].", shaping=True, ge=1)
     draft_arch: Literal["llama", "qwen3"] | None = setting(
         None, "Decoder architecture of the draft [llama for eagle3, else qwen3].", shaping=True
@@ -188,6 +194,7 @@ class TrainerSettings(Group):
     mixed_precision: Literal["auto", "no", "bf16"] = setting(
         "auto", "bf16 autocast: where the hardware has it, never, or always.", own=True
     )
+    val_freq: int = setting(1, "Validate every so many epochs, and at the end.", own=True, ge=1, cosmetic=True)
     checkpoint_freq: float = setting(1.0, "Checkpoint every so many epochs; below 1 within an epoch.", gt=0.0, cosmetic=True)
     checkpoint_steps: int | None = setting(None, "Checkpoint also every so many steps.", own=True, ge=1, cosmetic=True)
     checkpoint_dtype: Literal["bfloat16", "float32"] = setting(

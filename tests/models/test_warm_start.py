@@ -1,0 +1,53 @@
+"""A draft that starts from the verifier's own layers: what is copied, what is not, and that it helps."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.tiny import tiny_verifier
+
+from speculators.config import VerifierConfig
+from speculators.errors import VerifierError
+from speculators.models import DSparkDraftModel, DSparkSpeculatorConfig
+from speculators.models.draft_config import build_draft_config
+from speculators.models.verifier_weights import read_verifier_config
+from speculators.models.warm_start import start_from_verifier
+
+
+def draft_of(verifier: str, num_layers: int = 2) -> DSparkDraftModel:
+    decoder = build_draft_config(read_verifier_config(verifier), num_layers=num_layers)
+    config = DSparkSpeculatorConfig.build(
+        decoder, VerifierConfig.from_pretrained(verifier), block_size=4, aux_hidden_state_layer_ids=[1, 3], mask_token_id=3
+    )
+    return DSparkDraftModel.from_verifier(config, verifier=verifier)
+
+
+@pytest.fixture
+def verifier(tmp_path) -> str:
+    return str(tiny_verifier(tmp_path / "verifier", layers=4))
+
+
+def test_takes_the_last_layers_and_the_final_norm(verifier):
+    model = draft_of(verifier)
+    taken = start_from_verifier(model, verifier)
+    theirs = load_file(f"{verifier}/model.safetensors")
+    ours = dict(model.named_parameters())
+    for index, layer in ((0, 2), (1, 3)):
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"):
+            assert torch.equal(ours[f"layers.{index}.{part}.weight"], theirs[f"model.layers.{layer}.{part}.weight"])
+    assert torch.equal(ours["norm.weight"], theirs["model.norm.weight"])
+    assert torch.equal(ours["hidden_norm.weight"], theirs["model.layers.2.input_layernorm.weight"])
+    assert "layers.0.self_attn.q_norm.weight" not in taken  # a llama verifier has none
+
+
+def test_fc_passes_the_deepest_captured_layer(verifier):
+    model = draft_of(verifier)
+    start_from_verifier(model, verifier)
+    size = model.fc.out_features
+    deepest = model.fc.weight[:, -size:]
+    assert (deepest.diagonal() - 1).abs().max() < 0.1
+    assert model.fc.weight[:, :-size].abs().max() < 0.1
+
+
+def test_refuses_more_layers_than_the_verifier_has(verifier):
+    with pytest.raises(VerifierError, match="use fewer layers"):
+        start_from_verifier(draft_of(verifier, num_layers=5), verifier)
