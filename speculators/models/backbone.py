@@ -101,6 +101,13 @@ def apply_rotary(heads: Tensor, rotation: Rotation) -> Tensor:
     return turned if kept.shape[-1] == 0 else torch.cat([turned, kept], dim=-1)
 
 
+class RMSNorm(nn.RMSNorm):
+    """``x / rms(x) * weight`` in the weight's dtype: under autocast, bfloat16 projections are normed in float32."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states.to(self.weight.dtype))
+
+
 class BlockAttention(nn.Module):
     """Grouped-query attention with per-head RMSNorm of queries and keys; one key/value projection for context and block."""
 
@@ -112,8 +119,8 @@ class BlockAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, decoder.num_key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, decoder.num_key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(decoder.num_attention_heads * self.head_dim, hidden, bias=bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=decoder.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=decoder.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, eps=decoder.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=decoder.rms_norm_eps)
 
     def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Rotated keys and values ``[..., g, c]`` of context rows or normed block states ``[..., H]``."""
@@ -150,8 +157,8 @@ class BlockDecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = BlockAttention(decoder)
         self.mlp = GatedMLP(decoder)
-        self.input_layernorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.input_layernorm = RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
 
     def forward(
         self, block: Tensor, context_kv: tuple[Tensor, Tensor], block_rotation: Rotation, attend_blocks: AttendBlocks
@@ -181,9 +188,9 @@ class BlockBackbone(nn.Module):
         :param num_features: M, captured verifier layers.
         """
         self.fc = nn.Linear(num_features * decoder.hidden_size, decoder.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.hidden_norm = RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
         self.layers = nn.ModuleList(BlockDecoderLayer(decoder) for _ in range(decoder.num_hidden_layers))
-        self.norm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.norm = RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
         self.rotary = RotaryEmbedding(decoder)
         self.windows = layer_windows(decoder, sliding_window_non_causal)
         self.window_reference = window_reference

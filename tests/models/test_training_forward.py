@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -111,3 +112,18 @@ def greedy_matches(model: Any, row: PackedBatch, following: Tensor) -> float:
         (draft,) = drafter.propose([int(row.input_ids[anchor])], n, SamplingParams())
         runs.append(int((draft.tokens == following[anchor : anchor + n]).long().cumprod(0).sum()))
     return sum(runs) / len(runs)
+
+
+@pytest.mark.parametrize(("family", "values"), FAMILIES)
+def test_autocast_runs_and_stays_close(family: str, values: dict[str, Any]) -> None:
+    """Weights in float32, matmuls in bfloat16, the loss in float32: how a GPU trains."""
+    model, row = model_of(family, **values).float(), packed_row([20, 15], [3, 8, 22, 25])
+    row, head = row.to("cpu", dtype=torch.float32), teacher().float()
+    exact = loss_of(model, row, head).loss
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
+        warnings.simplefilter("error")
+        output = loss_of(model, row, head)
+    assert output.loss.dtype == torch.float32
+    torch.testing.assert_close(output.loss, exact, rtol=0.05, atol=0.05)
+    output.loss.backward()
+    assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
