@@ -14,8 +14,9 @@ from speculators.pipelines.run_folder import AppendedRecords
 
 __all__ = ["RenderedPrompt", "collect_answers", "rows_of"]
 
-#: Answers the prompts at these places in a list: yields (place, answer ids) in any order.
-AnswerBatch = Callable[[Sequence[list[int]]], Iterable[tuple[int, Sequence[int]]]]
+#: Answers a list of prompts: yields (place in the list, answer ids) in any order. The second argument is to be called now and
+#: then, for the progress bar.
+AnswerBatch = Callable[[Sequence[list[int]], Callable[[], None]], Iterable[tuple[int, Sequence[int]]]]
 
 #: A batch smaller than this costs nearly as much as a full one and is not worth the time.
 MIN_BATCH = 8
@@ -53,9 +54,16 @@ def collect_answers(
         used_before = max((record["seconds"] for record in log.records), default=0.0)
         began = time.monotonic()
         waiting = [prompt for prompt in prompts if prompt.index not in done]
+
+        def used_seconds() -> float:
+            return used_before + time.monotonic() - began
+
+        def tick() -> None:
+            advance(min(1.0, max(used_seconds() / seconds, len(log.records) / len(prompts))))
+
         per_prompt = 0.0
         while waiting:
-            used = used_before + time.monotonic() - began
+            used = used_seconds()
             size = min(batch, len(waiting))
             if log.records and per_prompt > 0:
                 # Time goes with the steps of a batch more than with its rows, so a half batch saves less than half.
@@ -64,13 +72,12 @@ def collect_answers(
                 break
             chosen, waiting = waiting[:size], waiting[size:]
             batch_began = time.monotonic()
-            for place, ids in answer([prompt.ids for prompt in chosen]):
+            for place, ids in answer([prompt.ids for prompt in chosen], tick):
                 prompt = chosen[place]
-                used = used_before + time.monotonic() - began
                 if len(ids):
                     record = {"index": prompt.index, "domain": prompt.domain, "prompt_ids": prompt.ids}
-                    log.append(record | {"answer_ids": [int(token) for token in ids], "seconds": round(used, 2)})
-                advance(min(1.0, max(used / seconds, len(log.records) / len(prompts))))
+                    log.append(record | {"answer_ids": [int(token) for token in ids], "seconds": round(used_seconds(), 2)})
+                tick()
             per_prompt = max(per_prompt, (time.monotonic() - batch_began) / size)
         return log.records
 

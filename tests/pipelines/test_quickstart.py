@@ -1,0 +1,158 @@
+"""The whole quickstart on a tiny verifier: its run folder, its resuming, its refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from speculators.data.rows import RowDataset
+from speculators.errors import ConfigError
+from speculators.evaluation.results import EvaluationResults, read_results
+from speculators.pipelines.quickstart import run_quickstart
+from speculators.pipelines.settings import QuickstartSettings, TimeShares
+from tests.tiny import tiny_verifier
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.pipelines.test_quickstart import tiny_settings
+from speculators.pipelines.quickstart import run_quickstart
+run_quickstart(tiny_settings(Path(sys.argv[1])), Path(sys.argv[2]), quiet=True)
+"""
+
+
+def tiny_settings(folder: Path, **changes: object) -> QuickstartSettings:
+    values = {
+        "minutes": 1.0,
+        "prompts": folder / "prompts",
+        "verifier": folder / "verifier",
+        "human_eval": False,
+        "generate_batch": 8,
+        "draft_vocab_size": 40,
+        "num_layers": 1,
+        "markov_rank": 8,
+        "total_seq_len": 256,
+        "max_anchors": 16,
+        "decode_prompts": 3,
+        "decode_tokens": 12,
+        "shares": TimeShares(generate=2.0, train=0.6),
+    }
+    return QuickstartSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart")
+    tiny_verifier(folder)
+    (folder / "prompts").mkdir()
+    for domain, count in (("chat", 14), ("math", 9)):
+        lines = [json.dumps({"prompt": f"{domain} question {index}"}) for index in range(count)]
+        (folder / "prompts" / f"{domain}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> tuple[Path, EvaluationResults, str]:
+    stream = StringIO()
+    results = run_quickstart(tiny_settings(folder), folder / "run", console=Console(file=stream, width=160), quiet=True)
+    return folder / "run", results, stream.getvalue()
+
+
+def test_the_run_folder_holds_what_was_promised(finished: tuple[Path, EvaluationResults, str]) -> None:
+    path, results, printed = finished
+    for name in ("run.yaml", "metrics.jsonl", "results.json", "results.md", "answers.jsonl", "prompts.json"):
+        assert (path / name).is_file(), name
+    checkpoint = path / json.loads((path / "steps" / "train.json").read_text())["checkpoint"]
+    assert (checkpoint / "model.safetensors").is_file()
+    assert (checkpoint / "config.json").is_file()
+    assert read_results(path) == results
+    assert {benchmark.name for benchmark in results.benchmarks} == {"chat", "math"}
+    assert sum(benchmark.prompts for benchmark in results.benchmarks) == 3
+    kinds = {(run.draft, run.n) for benchmark in results.benchmarks for run in benchmark.runs}
+    assert kinds == {("dspark", 3), ("dspark", 7), ("dspark without Markov", 7)}
+    assert all(run.identical_to_baseline for benchmark in results.benchmarks for run in benchmark.runs)
+    assert "On held-out prompts a round of 7 drafted tokens yields" in printed
+
+
+def test_no_held_out_prompt_was_trained_on(finished: tuple[Path, EvaluationResults, str]) -> None:
+    path, _, _ = finished
+    split = json.loads((path / "prompts.json").read_text())
+    train, held_out = (
+        {message["content"] for prompts in split[side].values() for prompt in prompts for message in prompt}
+        for side in ("train", "held_out")
+    )
+    assert held_out
+    assert not train & held_out
+    answers = [json.loads(line) for line in (path / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == len(train)
+
+
+def test_rows_are_the_generated_ids_and_on_policy(finished: tuple[Path, EvaluationResults, str]) -> None:
+    path, _, _ = finished
+    answers = {record["index"]: record for record in map(json.loads, (path / "answers.jsonl").read_text().splitlines())}
+    dataset = RowDataset.load(path / "data")
+    for row, index in zip(dataset, sorted(answers)):
+        assert row.input_ids.tolist() == answers[index]["prompt_ids"] + answers[index]["answer_ids"]
+        assert row.loss_mask.sum() == len(answers[index]["answer_ids"])
+    assert dataset.manifest.answers is not None
+    assert dataset.manifest.answers.on_policy
+
+
+def test_a_finished_run_only_shows_its_results(
+    folder: Path, finished: tuple[Path, EvaluationResults, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, results, _ = finished
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*.json*") if "load" not in file.name}
+    assert run_quickstart(tiny_settings(folder), path, quiet=True) == results
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    assert "average" in capsys.readouterr().out
+
+
+def test_other_settings_are_refused(folder: Path, finished: tuple[Path, EvaluationResults, str]) -> None:
+    with pytest.raises(ConfigError, match=r"seed 0 there, 5 asked for"):
+        run_quickstart(tiny_settings(folder, seed=5), finished[0], quiet=True)
+
+
+@pytest.mark.timeout(240)
+def test_kills_anywhere_lose_nothing(folder: Path, tmp_path: Path) -> None:
+    """Kill -9 while answering, while training and after training; the next start goes on each time."""
+    run = tmp_path / "run"
+
+    def step_numbers() -> list[str]:
+        return [entry.name for entry in run.iterdir() if entry.name.isdigit()]
+
+    moments = [
+        lambda: (run / "answers.jsonl").is_file() and (run / "answers.jsonl").stat().st_size > 0,
+        lambda: bool(step_numbers()),
+        lambda: (run / "steps" / "train.json").is_file(),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for reached in moments:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(folder), str(run)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        deadline = time.monotonic() + 60
+        while not reached():
+            assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    answers_before = (run / "answers.jsonl").read_bytes()
+    results = run_quickstart(tiny_settings(folder), run, quiet=True)
+    assert (run / "answers.jsonl").read_bytes() == answers_before
+    assert results.benchmarks
+    steps = [record["global_step"] for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+    assert steps == sorted(steps)
