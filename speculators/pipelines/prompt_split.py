@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def find_prompt_files(folder: Path | None = None) -> list[Path]:
     return files
 
 
-def split_prompts(domains: dict[str, Sequence[Prompt]], *, held_out_share: float, seed: int) -> SplitPrompts:
+def split_prompts(domains: Mapping[str, Sequence[Prompt]], *, held_out_share: float, seed: int) -> SplitPrompts:
     """Split every domain by the hash of its prompts, so that the split does not depend on order or on other prompts' presence.
 
     Prompts with the same words are one prompt: they can never stand on both sides. Each domain holds out at least one.

@@ -33,6 +33,7 @@ from speculators.evaluation.progress import progress_share
 from speculators.evaluation.results import EvaluationResults, read_results, write_json_atomically, write_results
 from speculators.evaluation.tables import markdown_table, rich_tables
 from speculators.models import SpeculatorModel
+from speculators.models.draft_config import default_layer_ids
 from speculators.pipelines.answers import RenderedPrompt, collect_answers, rows_of
 from speculators.pipelines.meaning import what_it_means
 from speculators.pipelines.prompt_split import SplitPrompts, find_prompt_files, interleave, split_prompts
@@ -130,15 +131,9 @@ class _Quickstart:
             prompts = [prompt for prompt in prompts if len(prompt.ids) + longest <= verifier.context_length]
         finished = self.folder.product("generate") is not None
 
-        def answer(batch: Sequence[list[int]]) -> Iterable[tuple[int, Sequence[int]]]:
+        def answer(batch: Sequence[list[int]], tick: Callable[[], None]) -> Iterable[tuple[int, Sequence[int]]]:
             return generate_answers(
-                verifier,
-                batch,
-                longest,
-                SamplingParams(),
-                batch_size=settings.generate_batch,
-                seed=settings.seed,
-                progress=False,
+                verifier, batch, longest, batch_size=settings.generate_batch, progress=lambda finished, tokens: tick()
             )
 
         began = time.monotonic()
@@ -214,6 +209,7 @@ class _Quickstart:
             seed=settings.seed,
             verifier_name_or_path=str(verifier_path),
             num_layers=settings.num_layers,
+            target_layer_ids=default_layer_ids(verifier.num_layers),
             draft_init="verifier",
             draft_vocab_size=min(settings.draft_vocab_size, verifier.vocab_size),
             mask_token_id=_unused_token(verifier, dataset),
@@ -295,7 +291,7 @@ def _unused_token(verifier: Verifier, dataset: RowDataset) -> int | None:
 
     The packaged verifier has reserved tokens but no mask token, and its padding token, the next choice, also ends texts.
     """
-    tokenizer = verifier.tokenizer
+    tokenizer: Any = verifier.tokenizer
     if getattr(tokenizer, "mask_token_id", None) is not None:
         return None
     used = {int(token) for row in dataset for token in row.input_ids}
