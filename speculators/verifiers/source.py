@@ -1,0 +1,193 @@
+"""Hidden states of the frozen verifier for training rows: the interface, a bounded cache, and prefetching.
+
+Shape letters: T tokens of a row, M captured layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from speculators.data.rows import Row
+from speculators.errors import ConfigError
+
+__all__ = ["CachedSource", "HiddenStateSource", "HiddenStates", "StatesDescription", "length_groups", "prefetch"]
+
+
+@dataclass(frozen=True, slots=True)
+class StatesDescription:
+    """What a source's states are; a record that travels with them.
+
+    :param layer_ids: captured layers in the order of concatenation; id k is the residual stream after k decoder layers.
+    :param final_state: whether the last state was taken before or after the verifier's final norm.
+    :param dtype: torch dtype name of the states.
+    :param verifier: folder or hub id.
+    :param verifier_hash: of its config and weight files.
+    """
+
+    layer_ids: tuple[int, ...]
+    final_state: Literal["pre_norm", "post_norm"]
+    dtype: str
+    hidden_size: int
+    verifier: str
+    verifier_hash: str
+    layer_id_convention: Literal["after_k_layers"] = "after_k_layers"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"layer_ids": list(self.layer_ids)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> StatesDescription:
+        """:raises ConfigError: for a record of another convention or with other fields."""
+        if values.get("layer_id_convention", "after_k_layers") != "after_k_layers":
+            raise ConfigError(f"unknown layer id convention {values['layer_id_convention']!r}; capture the states again")
+        try:
+            return cls(**(values | {"layer_ids": tuple(values["layer_ids"])}))
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"not a description of hidden states ({error}); capture the states again") from error
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Captured states and the final one."""
+        return (len(self.layer_ids) + 1) * self.hidden_size * getattr(torch, self.dtype).itemsize
+
+
+@dataclass(slots=True, eq=False)
+class HiddenStates:
+    """One row's states."""
+
+    row_id: int
+    token_ids: Tensor  #: int64 ``[T]``, the tokens that were run
+    features: Tensor  #: ``[T, M, H]``
+    final: Tensor  #: ``[T, H]``
+
+    def first(self, length: int) -> HiddenStates:
+        """The states of the first ``length`` tokens; the verifier is causal, so they do not depend on the rest."""
+        if length == self.token_ids.shape[0]:
+            return self
+        return HiddenStates(self.row_id, self.token_ids[:length], self.features[:length], self.final[:length])
+
+
+class HiddenStateSource(Protocol):
+    """Where hidden states come from."""
+
+    @property
+    def description(self) -> StatesDescription: ...
+
+    def fetch(self, rows: Sequence[Row]) -> list[HiddenStates]:
+        """States of ``rows``, in their order. In bits, they depend on nothing but the rows of this call."""
+        ...
+
+    def close(self) -> None:
+        """Release what the source holds; it is not used afterwards."""
+        ...
+
+
+def length_groups(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Places of ``lengths`` in groups of about equal length, each at most ``token_budget`` tokens when padded to its longest
+    (or a single row)."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (lengths[place], place)):
+        # Sorted: the newest row is the group's longest.
+        if groups and (len(groups[-1]) + 1) * lengths[place] <= token_budget:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
+class CachedSource:
+    """Keeps a data set's states in memory for all epochs when they fit, and passes calls through when they do not.
+
+    Either way, which rows share a pass of the verifier is a pure function of the data set or of the call, never of what
+    happens to be cached: a resumed run computes the same bits. When all states fit, passes are over fixed groups of rows of
+    like length, so that packed rows of any composition waste no padding.
+
+    :param source: where states come from.
+    :param dataset: all rows, indexed by row id.
+    :param max_bytes: most memory for cached states.
+    :param token_budget: tokens of one pass; by default the source's own.
+    """
+
+    def __init__(
+        self, source: HiddenStateSource, dataset: Sequence[Row], max_bytes: int, token_budget: int | None = None
+    ) -> None:
+        self._source = source
+        self._dataset = dataset
+        self._cache: dict[int, HiddenStates] = {}
+        self._lock = threading.Lock()
+        lengths = getattr(dataset, "lengths", None)
+        lengths = [len(row) for row in dataset] if lengths is None else [int(length) for length in lengths]
+        self.bytes_needed = sum(lengths) * source.description.bytes_per_token
+        self.caching = self.bytes_needed <= max_bytes
+        self._groups: list[list[int]] = []
+        self._group_of: dict[int, int] = {}
+        if self.caching:
+            budget = token_budget if token_budget is not None else int(getattr(source, "token_budget", 2048))
+            self._groups = length_groups(lengths, budget)
+            self._group_of = {row_id: index for index, group in enumerate(self._groups) for row_id in group}
+
+    @property
+    def description(self) -> StatesDescription:
+        return self._source.description
+
+    def fetch(self, rows: Sequence[Row]) -> list[HiddenStates]:
+        """See :meth:`HiddenStateSource.fetch`. A row may be a prefix of the data set's row."""
+        if not self.caching:
+            return self._source.fetch(rows)
+        with self._lock:  # the prefetching thread and validation may ask at once
+            for index in sorted({self._group_of[row.row_id] for row in rows if row.row_id not in self._cache}):
+                group = [self._dataset[row_id] for row_id in self._groups[index]]
+                self._cache.update((states.row_id, states) for states in self._source.fetch(group))
+            return [self._cache[row.row_id].first(len(row)) for row in rows]
+
+    def close(self) -> None:
+        self._cache.clear()
+        self._source.close()
+
+
+def prefetch(source: HiddenStateSource, requests: Iterable[Sequence[Row]], depth: int) -> Iterator[list[HiddenStates]]:
+    """Answers to ``requests`` in order, up to ``depth`` of them computed ahead in a thread.
+
+    An exception of the source is raised at its place. Closing the iterator stops the thread after the pass it is in.
+    """
+    answers: queue.Queue[tuple[list[HiddenStates] | None, BaseException | None]] = queue.Queue(maxsize=max(1, depth))
+    stopped = threading.Event()
+
+    def offer(item: tuple[list[HiddenStates] | None, BaseException | None]) -> None:
+        while not stopped.is_set():
+            try:
+                answers.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for rows in requests:
+                if stopped.is_set():
+                    return
+                offer((source.fetch(rows), None))
+            offer((None, None))
+        except BaseException as error:
+            offer((None, error))
+
+    thread = threading.Thread(target=work, name="hidden-states", daemon=True)
+    thread.start()
+    try:
+        while True:
+            answer, error = answers.get()
+            if error is not None:
+                raise error
+            if answer is None:
+                return
+            yield answer
+    finally:
+        stopped.set()
+        thread.join()
