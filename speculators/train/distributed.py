@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 
@@ -32,11 +33,12 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--logger {name}: the package {name} is not installed; install it or leave it out")
     return Accelerator(
+        # Without an accelerator torchrun's processes would not find each other otherwise.
+        cpu=not torch.accelerator.is_available(),
         mixed_precision="no",
         log_with=names or None,
         project_dir=expand_placeholders(config.logging.log_dir) if names else None,
-        # Buffers are the vocabulary's tables, the same on every process.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -12,6 +11,7 @@ from speculators.data import PackedRow, Row, attach_states
 from speculators.train.config.model import TrainConfig
 from speculators.train.planning import Recipe, add_noise
 from speculators.train.precision import Precision
+from speculators.verifiers.source import HiddenStates, HiddenStateSource, prefetch
 
 __all__ = ["Feeder"]
 
@@ -28,7 +28,7 @@ class Feeder:
         config: TrainConfig,
         recipe: Recipe,
         *,
-        source: Any,
+        source: HiddenStateSource,
         state_shape: tuple[int, int],
         device: torch.device,
         precision: Precision,
@@ -43,16 +43,14 @@ class Feeder:
         self._noise = config.data.noise_std
         self._seed = config.seed
 
-    def stream(self, packed_rows: Sequence[PackedRow]) -> Iterator[list[Any]]:
+    def stream(self, packed_rows: Sequence[PackedRow]) -> Iterator[list[HiddenStates]]:
         """The source's answers for the packed rows that are not empty, in order."""
         requests: list[list[Row]] = [self.recipe.rows(packed) for packed in packed_rows if packed]
         if self._depth == 0:
             return (self._source.fetch(rows) for rows in requests)
-        from speculators.verifiers.source import prefetch
+        return prefetch(self._source, requests, self._depth)
 
-        return iter(prefetch(self._source, requests, self._depth))
-
-    def attach(self, batch: PackedBatch, answers: Iterator[list[Any]], noise_epoch: int | None = None) -> PackedBatch:
+    def attach(self, batch: PackedBatch, answers: Iterator[list[HiddenStates]], noise_epoch: int | None = None) -> PackedBatch:
         """The batch with the next answer's states, on the device.
 
         :param noise_epoch: epoch of the noise while training; None for none.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,10 +23,15 @@ from speculators.train.config.resolution import require_verifier
 from speculators.train.distributed import expand_placeholders, main_first, make_accelerator
 from speculators.train.drafts import DraftInputs, build_draft, checkpoint_config, save_draft
 from speculators.train.precision import Precision, choose_precision
+from speculators.train.progress import bar
 from speculators.train.results import OnStep, TrainResult
 from speculators.train.run_folder import TrainingFolder
 from speculators.train.trainer import Trainer
 from speculators.train.vocabulary import choose_mapping, choose_mask_token
+from speculators.verifiers.loading import Verifier, load_verifier
+from speculators.verifiers.self_check import check_source
+from speculators.verifiers.source import CachedSource, HiddenStateSource, length_groups
+from speculators.verifiers.transformers_source import TransformersSource
 
 __all__ = ["train"]
 
@@ -49,8 +55,8 @@ def train(
     dataset: RowDataset | None = None,
     train_ids: np.ndarray | None = None,
     val_ids: np.ndarray | None = None,
-    verifier: Any = None,
-    source: Any = None,
+    verifier: Verifier | None = None,
+    source: HiddenStateSource | None = None,
     progress: bool = True,
     on_step: OnStep | None = None,
 ) -> TrainResult:
@@ -64,6 +70,7 @@ def train(
     :param on_step: called after every logged step, on the main process.
     :raises SpeculatorsError: with one sentence for whatever the user can mend; nothing already written is lost.
     """
+    started = time.monotonic()
     require_verifier(config)
     check_runnable(config)
     accelerator = make_accelerator(config)
@@ -75,24 +82,25 @@ def train(
         main_first(accelerator, lambda: _open_folder(folder, config, stack))
         split = _split(config, dataset, train_ids, val_ids)
         if verifier is None:
-            verifier = _load_verifier(config)
+            path, trust = config.verifier.verifier_name_or_path, config.verifier.trust_remote_code
+            verifier = load_verifier(path, device=accelerator.device, trust_remote_code=trust)
         draft = _draft(config, split, verifier)
         if config.dry_run:
             main_first(accelerator, lambda: save_draft(draft, folder.path, torch.bfloat16))
             return TrainResult("finished", 0, 0, checkpoint=folder.path)
         if source is None:
-            source = _source(config, split, verifier, draft.target_layer_ids, precision)
+            source = _source(config, split, verifier, draft.target_layer_ids)
             stack.callback(source.close)
         _check_source(config, source, draft)
-        teacher = VerifierHead.from_folder(
-            config.verifier.verifier_name_or_path, draft.t2d, with_norm=draft.config.final_state == "pre_norm"
-        )
-        _self_check(source, teacher, verifier, split)
+        # With the norm in any case: the check says whether states of the other kind would fit.
+        teacher = VerifierHead.from_folder(config.verifier.verifier_name_or_path, draft.t2d)
+        check_source(source, teacher, verifier, [split.dataset.row(int(row)) for row in split.train_ids[:16]])
         identity = _identity(split, source, accelerator, precision, config)
         main_first(accelerator, lambda: folder.check_identity(identity))
         main_first(accelerator, lambda: folder.write_artifacts(config))
         _announce(accelerator, precision, split, draft)
         _start_trackers(accelerator, config)
+        _capture(source, split, config, progress and accelerator.is_main_process)
         trainer = Trainer(
             config,
             model=draft,
@@ -106,11 +114,14 @@ def train(
             precision=precision,
             progress=progress,
             on_step=on_step,
+            started=started,
         )
         try:
-            return trainer.run()
+            result = trainer.run()
+            trainer.close()
         finally:
             accelerator.end_training()
+        return result
 
 
 def _open_folder(folder: TrainingFolder, config: TrainConfig, stack: ExitStack) -> None:
@@ -134,13 +145,7 @@ def _split(config: TrainConfig, dataset: RowDataset | None, train_ids: np.ndarra
     return _Split(dataset, train_ids, val_ids if val_ids is not None else np.zeros(0, dtype=np.int64))
 
 
-def _load_verifier(config: TrainConfig) -> Any:
-    from speculators.verifiers.loading import load_verifier
-
-    return load_verifier(config.verifier.verifier_name_or_path, trust_remote_code=config.verifier.trust_remote_code)
-
-
-def _draft(config: TrainConfig, split: _Split, verifier: Any) -> Any:
+def _draft(config: TrainConfig, split: _Split, verifier: Verifier) -> Any:
     """The draft to train, checked against rows and verifier."""
     start = checkpoint_config(config)
     vocab_size = text_config(verifier.config).vocab_size
@@ -167,7 +172,7 @@ def _draft(config: TrainConfig, split: _Split, verifier: Any) -> Any:
     return build_draft(config, inputs, mapping, start)
 
 
-def _wanted_final_state(config: TrainConfig) -> str | None:
+def _wanted_final_state(config: TrainConfig) -> Literal["pre_norm", "post_norm"] | None:
     """``--final-state``, or what ``--apply-verifier-norm`` implies; None when neither was given."""
     data = config.data
     if data.final_state is not None:
@@ -177,10 +182,7 @@ def _wanted_final_state(config: TrainConfig) -> str | None:
     return None
 
 
-def _source(config: TrainConfig, split: _Split, verifier: Any, layer_ids: list[int], precision: Precision) -> Any:
-    from speculators.verifiers.source import CachedSource
-    from speculators.verifiers.transformers_source import TransformersSource
-
+def _source(config: TrainConfig, split: _Split, verifier: Verifier, layer_ids: list[int]) -> HiddenStateSource:
     data = config.data
     source = TransformersSource(
         verifier,
@@ -191,7 +193,7 @@ def _source(config: TrainConfig, split: _Split, verifier: Any, layer_ids: list[i
     return CachedSource(source, split.dataset, max_bytes=int(data.states_cache_gib * GIB))
 
 
-def _check_source(config: TrainConfig, source: Any, draft: Any) -> None:
+def _check_source(config: TrainConfig, source: HiddenStateSource, draft: Any) -> None:
     """Refuse a source whose states are not what the draft is to be trained on."""
     found = source.description
     wanted = _wanted_final_state(config)
@@ -212,12 +214,21 @@ def _check_source(config: TrainConfig, source: Any, draft: Any) -> None:
         )
 
 
-def _self_check(source: Any, teacher: VerifierHead, verifier: Any, split: _Split) -> None:
-    """Rebuild the verifier's next-token distribution of a real row from the source's last state."""
+def _capture(source: Any, split: _Split, config: TrainConfig, shown: bool) -> None:
+    """Fill a caching source before the first step, in the groups it captures anyway, with a bar that shows the time left."""
+    if not getattr(source, "caching", False):
+        return
+    lengths = [int(length) for length in split.dataset.lengths]
+    with bar("Capturing hidden states", sum(lengths), shown=shown) as done:
+        tokens = 0
+        for group in length_groups(lengths, config.data.capture_batch_tokens):
+            source.fetch([split.dataset.row(row_id) for row_id in group])
+            tokens += sum(lengths[row_id] for row_id in group)
+            done.update(tokens)
 
 
 def _identity(
-    split: _Split, source: Any, accelerator: Accelerator, precision: Precision, config: TrainConfig
+    split: _Split, source: HiddenStateSource, accelerator: Accelerator, precision: Precision, config: TrainConfig
 ) -> dict[str, Any]:
     """What a resumed run must share beside its settings."""
     return {

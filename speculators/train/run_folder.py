@@ -22,7 +22,7 @@ from speculators.train.config.model import TrainConfig
 
 __all__ = ["MetricsFile", "TrainingFolder", "describe_differences"]
 
-_LOCK, _IDENTITY, _RUN = ".lock", "run_state.json", "run.yaml"
+_LOCK, _IDENTITY, _RUN = ".train.lock", "run_state.json", "run.yaml"
 
 
 def describe_differences(before: TrainConfig, now: TrainConfig) -> list[str]:

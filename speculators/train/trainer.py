@@ -34,6 +34,7 @@ from speculators.train.results import OnStep, StepInfo, StopReason, TrainResult
 from speculators.train.run_folder import MetricsFile, TrainingFolder
 from speculators.train.schedules import build_schedule
 from speculators.train.validation import validation_sums
+from speculators.verifiers.source import HiddenStates, HiddenStateSource
 
 __all__ = ["Trainer"]
 
@@ -52,6 +53,7 @@ class Trainer:
     :param accelerator: as :func:`~speculators.train.distributed.make_accelerator` makes it.
     :param progress: show bars on the main process.
     :param on_step: called on the main process after every logged step.
+    :param started: ``time.monotonic()`` from which the time limit counts; now when None.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Trainer:
         *,
         model: Any,
         teacher: nn.Module,
-        source: Any,
+        source: HiddenStateSource,
         dataset: RowDataset,
         train_ids: np.ndarray,
         val_ids: np.ndarray,
@@ -69,7 +71,9 @@ class Trainer:
         precision: Precision,
         progress: bool = True,
         on_step: OnStep | None = None,
+        started: float | None = None,
     ) -> None:
+        self._began = time.monotonic() if started is None else started
         self.config = config
         self.accelerator = accelerator
         self.folder = folder
@@ -91,9 +95,13 @@ class Trainer:
         self.teacher = teacher.to(device)
         self.trainable = [parameter for parameter in self.draft.parameters() if parameter.requires_grad]
         self.optimizers = build_optimizers(self.draft, config, bf16=precision.autocast is torch.bfloat16)
+        # Buffers are the vocabulary's tables, the same on every process: nothing to exchange.
+        buffers = [name for name, _ in self.draft.named_buffers()]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.draft, buffers)
         self._wrapped = accelerator.prepare_model(self.draft)
 
         self.position = Position()
+        self._earlier = 0.0
         self.metrics = MetricSums(device)
         self.metrics_file = MetricsFile(folder.path / "metrics.jsonl")
         self.signals = StopSignals()
@@ -104,9 +112,7 @@ class Trainer:
 
     def run(self) -> TrainResult:
         """Train to the end, from the latest complete checkpoint if there is one."""
-        started = time.monotonic()
         self._resume()
-        self._started = started - self.position.seconds
         self.draft.train()
         with self.signals.installed():
             total = self.result.total_steps = self._total_steps()
@@ -122,9 +128,15 @@ class Trainer:
         self.result.checkpoint = latest.path if latest is not None else None
         return self.result
 
+    def close(self) -> None:
+        """Let go of the other processes, together: a group that is torn down at different times can hang."""
+        del self._wrapped
+        self.accelerator.free_memory()
+        self.accelerator.wait_for_everyone()
+
     def seconds(self) -> float:
         """Wall-clock of the run, its earlier parts included."""
-        return time.monotonic() - self._started
+        return time.monotonic() - self._began + self._earlier
 
     def _epochs(self, total: int, steps: Bar) -> StopReason:
         position, trainer = self.position, self.config.trainer
@@ -136,15 +148,13 @@ class Trainer:
                 if self._last_saved != position.global_step:
                     self._save({})
                 return reason
-            validation = self.validate()
-            epoch, label = position.epoch, None
+            epoch, label, last = position.epoch, None, position.global_step == total
+            validation = self.validate() if last or (epoch + 1) % trainer.val_freq == 0 else {}
             if position.local_step == self.planner.steps_per_epoch:
                 label = f"epoch{epoch}_end"
                 position.epoch, position.local_step = epoch + 1, 0
-            improved = self._note_best(validation)
-            due = trainer.checkpoint_freq <= 1 or (epoch + 1) % int(trainer.checkpoint_freq) == 0
-            if due or position.global_step == total or (improved and trainer.save_best):
-                self._save(validation, improved, label)
+            if last or trainer.checkpoint_freq <= 1 or (epoch + 1) % int(trainer.checkpoint_freq) == 0:
+                self._save(validation, self._note_best(validation), label)
         return "finished"
 
     def _epoch(self, total: int, steps: Bar) -> StopReason:
@@ -163,7 +173,7 @@ class Trainer:
                 self._save({})
         return "finished"
 
-    def _step(self, step: Sequence[PackedRow], answers: Iterator[list[Any]], steps: Bar) -> StopReason | None:
+    def _step(self, step: Sequence[PackedRow], answers: Iterator[list[HiddenStates]], steps: Bar) -> StopReason | None:
         """One optimiser step; a reason when the run must stop after it."""
         begun, position = time.monotonic(), self.position
         rates = self.optimizers.set_factor(self.schedule.factor(position.global_step))
@@ -179,7 +189,7 @@ class Trainer:
         return None
 
     def accumulate(
-        self, step: Sequence[PackedRow], answers: Iterator[list[Any]], epoch: int
+        self, step: Sequence[PackedRow], answers: Iterator[list[HiddenStates]], epoch: int
     ) -> tuple[list[PackedBatch], float, bool]:
         """Add up one optimiser step's gradient.
 
@@ -355,6 +365,7 @@ class Trainer:
         if latest is not None:
             restore_state(latest, self.draft, self.optimizers)
             self.position = Position.from_record(latest.state)
+            self._earlier = self.position.seconds
             self.result.resumed_from, self._last_saved = latest.path, self.position.global_step
         if self.accelerator.is_main_process:
             self.metrics_file.rewind(self.position.global_step)

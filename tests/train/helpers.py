@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
 
-from speculators.data import RowDataset
+from speculators.data import Row, RowDataset
 from speculators.train.config import TrainConfig
+from speculators.verifiers.loading import Verifier, load_verifier
+from speculators.verifiers.source import HiddenStates, StatesDescription
 from tests.tiny import random_rows, tiny_verifier
 
 #: Settings of a training of a few seconds.
@@ -26,52 +26,47 @@ SETTINGS: dict[str, Any] = {
     "hidden_states_dtype": "float32",
     "lr": 1e-2,
     "epochs": 2,
-    "num_workers": 0,
     "mask_token_id": 3,
 }
 
 
 def settings(folder: Path, **changes: Any) -> TrainConfig:
-    """:data:`SETTINGS` for the verifier in ``folder``, with changes."""
+    """:data:`SETTINGS` for the verifier in ``folder``, with changes; ``...`` leaves a setting to its default."""
     base = {"verifier_name_or_path": str(folder / "verifier"), "save_path": str(folder / "run")}
-    return TrainConfig.from_flat({**SETTINGS, **base, **changes})
+    values = {**SETTINGS, **base, **changes}
+    return TrainConfig.from_flat({name: value for name, value in values.items() if value is not ...})
 
 
 def tiny_rows(count: int = 12) -> RowDataset:
     return RowDataset.from_rows(random_rows(count, seed=5))
 
 
-def tiny_verifier_in_memory(folder: Path) -> Any:
-    """What :func:`speculators.train.train` needs of a loaded verifier, without the loading module."""
+def loaded_verifier(folder: Path) -> Verifier:
+    """The tiny verifier, written into ``folder`` the first time."""
     path = folder / "verifier"
     if not path.exists():
         tiny_verifier(folder)
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    return SimpleNamespace(model=model, config=model.config, tokenizer=tokenizer, eos_ids=(2,), path=path)
+    return load_verifier(path)
 
 
-@dataclass
 class RowByRowSource:
-    """The verifier's states of one row at a time: slow, and plainly right."""
+    """The verifier's states of one row at a time by transformers' own output: slow, and plainly right."""
 
-    verifier: Any
-    layer_ids: tuple[int, ...] = (1, 2)
-
-    def __post_init__(self) -> None:
-        self.description = SimpleNamespace(final_state="post_norm", layer_ids=self.layer_ids, verifier_hash="tiny")
-        self.calls = 0
+    def __init__(self, verifier: Verifier, layer_ids: tuple[int, ...] = (1, 2)) -> None:
+        self.verifier = verifier
+        self.description = StatesDescription(
+            layer_ids, "post_norm", "float32", verifier.hidden_size, verifier.name, verifier.hash
+        )
 
     @torch.no_grad()
-    def fetch(self, rows: list[Any]) -> list[Any]:
-        self.calls += 1
+    def fetch(self, rows: Sequence[Row]) -> list[HiddenStates]:
         return [self._row(row) for row in rows]
 
-    def _row(self, row: Any) -> Any:
+    def _row(self, row: Row) -> HiddenStates:
         ids = torch.from_numpy(row.input_ids.copy())
-        output = self.verifier.model(ids[None], output_hidden_states=True)
-        features = torch.stack([output.hidden_states[layer][0] for layer in self.layer_ids], dim=1)
-        return SimpleNamespace(row_id=row.row_id, token_ids=ids, features=features, final=output.hidden_states[-1][0])
+        states = self.verifier.model(input_ids=ids[None], output_hidden_states=True).hidden_states
+        features = torch.stack([states[layer][0] for layer in self.description.layer_ids], dim=1)
+        return HiddenStates(row.row_id, ids, features, states[-1][0])
 
     def close(self) -> None:
         pass

@@ -10,14 +10,14 @@ from speculators.train.config import TrainConfig
 from speculators.train.muon import Float32Muon, orthogonalize
 from speculators.train.optimizers import build_optimizers, split_parameters
 from speculators.train.run import _draft, _split
-from tests.train.helpers import settings, tiny_rows, tiny_verifier_in_memory
+from tests.train.helpers import loaded_verifier, settings, tiny_rows
 
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory):
     folder: Path = tmp_path_factory.mktemp("draft")
     config = settings(folder, draft_vocab_size=24, markov_head_type="rnn")
-    return _draft(config, _split(config, tiny_rows(), None, None), tiny_verifier_in_memory(folder))
+    return _draft(config, _split(config, tiny_rows(), None, None), loaded_verifier(folder))
 
 
 def test_tables_and_single_rows_never_go_to_muon(draft) -> None:
