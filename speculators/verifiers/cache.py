@@ -1,0 +1,228 @@
+"""A key-value cache for transformers models that is written in place.
+
+transformers' dynamic cache concatenates the whole past once per layer and token. Here keys and values live in buffers that
+grow by chunks; a pass writes its tokens behind the ones that are there, and attention gets views. Forgetting tokens at
+the end (rollback) or at the front is setting a number.
+
+Rows of a batch share one write position, so a row with fewer tokens than the others leaves its first slots unused; the
+caller masks them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from speculators.errors import VerifierError
+from speculators.verifiers.structure import text_config
+
+__all__ = ["PreallocatedCache", "PreallocatedLayer", "fits_preallocated", "new_cache", "truncate"]
+
+_CHUNK = 256  # slots
+
+
+class PreallocatedLayer(CacheLayerMixin):
+    """One layer's keys and values, ``[row capacity, heads, slot capacity, head dim]``, of which rows ``[0, rows)`` and
+    slots ``[start, end)`` are in use.
+
+    :param capacity: slots to allocate at first; more are added when needed.
+    :param row_capacity: rows to allocate at least; by default as many as the first pass has.
+    """
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, capacity: int = _CHUNK, row_capacity: int = 0) -> None:
+        super().__init__()
+        self.start = 0
+        self.end = 0
+        self.rows = 0
+        self._capacity = capacity
+        self._row_capacity = row_capacity
+        # The parts of the buffers that are in use, so that a step of decoding slices them once and not twice.
+        self._key_rows: Tensor | None = None
+        self._value_rows: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = self._allocate(key_states, self._capacity)
+        self.values = self._allocate(value_states, self._capacity)
+        self.is_initialized = True
+        self.set_rows(key_states.shape[0])
+
+    def _allocate(self, like: Tensor, slots: int) -> Tensor:
+        rows, heads, _, head_dim = like.shape
+        # Zeros, not empty: slots that are masked must still hold numbers, because 0 * NaN is NaN.
+        return like.new_zeros(max(rows, self._row_capacity), heads, slots, head_dim)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._key_rows is None or self._value_rows is None:
+            self.lazy_initialization(key_states, value_states)
+            assert self._key_rows is not None and self._value_rows is not None
+        tokens = key_states.shape[-2]
+        self.make_room(tokens)
+        self._key_rows.narrow(2, self.end, tokens).copy_(key_states)
+        self._value_rows.narrow(2, self.end, tokens).copy_(value_states)
+        self.end += tokens
+        visible = self.end - self.start
+        return self._key_rows.narrow(2, self.start, visible), self._value_rows.narrow(2, self.start, visible)
+
+    def make_room(self, tokens: int) -> None:
+        """Provide slots for ``tokens`` more, by moving the slots in use to the front or by growing."""
+        if self.keys is None or self.values is None:
+            self._capacity = max(self._capacity, self.end + tokens)
+            return
+        capacity = self.keys.shape[2]
+        if self.end + tokens <= capacity:
+            return
+        visible = self.end - self.start
+        if visible + tokens <= capacity - _CHUNK // 2:  # enough is free in front that this will not recur soon
+            for buffer in (self.keys, self.values):
+                buffer[:, :, :visible] = buffer[:, :, self.start : self.end].clone()
+        else:
+            wanted = visible + max(tokens, _CHUNK, capacity // 4)
+            slots = -(-wanted // _CHUNK) * _CHUNK
+            grown = []
+            for buffer in (self.keys, self.values):
+                larger = buffer.new_zeros(*buffer.shape[:2], slots, buffer.shape[3])
+                larger[:, :, :visible] = buffer[:, :, self.start : self.end]
+                grown.append(larger)
+            self.keys, self.values = grown
+        self.start, self.end = 0, visible
+        self.set_rows(self.rows)
+
+    def set_rows(self, rows: int) -> None:
+        """Use the first ``rows`` rows from now on."""
+        self.rows = rows
+        if self.keys is not None and self.values is not None:
+            self._key_rows, self._value_rows = self.keys[:rows], self.values[:rows]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.end - self.start
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of ``get_max_length`` in transformers before 5.20."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; a positive number is the length to keep, as older releases call it."""
+        keep = self.get_seq_length() + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
+        self.end = self.start + max(0, min(keep, self.get_seq_length()))
+
+    def reset(self) -> None:
+        self.start = self.end = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys = self.keys[:, :, : self.end][indices.to(self.keys.device)]
+            self.values = self.values[:, :, : self.end][indices.to(self.values.device)]
+            self.set_rows(self.keys.shape[0])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.rows:
+            self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
+
+
+class PreallocatedCache(Cache):
+    """The cache of a whole model, one :class:`PreallocatedLayer` a decoder layer."""
+
+    layers: list[PreallocatedLayer]
+
+    def __init__(self, num_layers: int, capacity: int = _CHUNK, row_capacity: int = 0) -> None:
+        super().__init__(layers=[PreallocatedLayer(capacity, row_capacity) for _ in range(num_layers)])
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` of the visible tokens."""
+        for layer in self.layers:
+            layer.end = layer.start + min(length, layer.get_seq_length())
+
+    def drop_front(self, slots: int) -> None:
+        """Forget the first ``slots`` visible slots of every row."""
+        for layer in self.layers:
+            layer.start += slots
+
+    def add_rows(self, source: PreallocatedCache, lengths: list[int]) -> None:
+        """Append the rows of ``source``; of row r, the first ``lengths[r]`` tokens, placed so that they end where this
+        cache's rows end.
+
+        Rows that are longer than what this cache shows make it show more, in front: only possible while it has no rows.
+        """
+        for layer, other in zip(self.layers, source.layers, strict=True):
+            layer_length = layer.get_seq_length()
+            longest = max(lengths)
+            if longest > layer_length:
+                if layer.rows:
+                    raise ValueError(f"a row of {longest} tokens cannot join rows of {layer_length}; add the longest first")
+                layer.reset()
+                layer.make_room(longest)
+                layer.end = longest
+            if other.keys is None or other.values is None:
+                raise ValueError("the rows to add hold no tokens; run a pass over them first")
+            if layer.keys is None:
+                layer.lazy_initialization(other.keys, other.values)
+                layer.set_rows(0)
+            assert layer.keys is not None and layer.values is not None
+            for row, length in enumerate(lengths):
+                here = slice(layer.end - length, layer.end)
+                layer.keys[layer.rows + row, :, here] = other.keys[row, :, other.start : other.start + length]
+                layer.values[layer.rows + row, :, here] = other.values[row, :, other.start : other.start + length]
+            layer.set_rows(layer.rows + len(lengths))
+
+    def remove_row(self, row: int) -> None:
+        """Drop one row; the last row takes its place."""
+        for layer in self.layers:
+            assert layer.keys is not None and layer.values is not None
+            last = layer.rows - 1
+            if row != last:
+                used = slice(layer.start, layer.end)
+                layer.keys[row, :, used] = layer.keys[last, :, used]
+                layer.values[row, :, used] = layer.values[last, :, used]
+            layer.set_rows(last)
+
+
+def fits_preallocated(config: Any) -> bool:
+    """Whether a model's past is plain keys and values in every layer; sliding windows, which masks express, included.
+
+    Models with recurrent or compressed states, or layers that share or lack keys, keep transformers' own cache.
+    """
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in DynamicCache(config=text_config(config)).layers)
+
+
+def new_cache(config: Any, capacity: int = _CHUNK) -> Cache:
+    """An empty cache for one request or batch that can be rolled back.
+
+    :raises VerifierError: when the model keeps states that cannot be rolled back.
+    """
+    config = text_config(config)
+    if fits_preallocated(config):
+        return PreallocatedCache(config.num_hidden_layers, capacity)
+    cache = DynamicCache(config=config)
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+    if not getattr(cache, "is_croppable", True):
+        raise VerifierError(
+            f"the verifier ({config.model_type}) keeps recurrent states that transformers cannot roll back; "
+            "use a verifier with attention in every layer"
+        )
+    return cache
+
+
+def truncate(cache: Cache, length: int) -> None:
+    """Keep the first ``length`` tokens of either kind of cache."""
+    if isinstance(cache, PreallocatedCache):
+        cache.truncate(length)
+    else:
+        cache.crop(min(0, length - cache.get_seq_length()))

@@ -1,0 +1,195 @@
+"""Opening a verifier: model, tokenizer and the facts about it that the rest of the library asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from speculators.errors import VerifierError
+from speculators.verifiers.attention import use_grouped_attention
+from speculators.verifiers.packed_linear import pack_linears
+from speculators.verifiers.structure import DecoderParts, decoder_parts, text_config
+
+__all__ = ["Verifier", "load_verifier"]
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+
+@dataclass(eq=False)
+class Verifier:
+    """A frozen causal language model of transformers, ready for inference.
+
+    The model's own modules compute everything; ``cache_argument`` is the name under which they take a cache, which
+    changed in transformers 5.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    config: PretrainedConfig
+    name: str  #: folder or hub id it was loaded from
+    vocab_size: int  #: V
+    hidden_size: int  #: H
+    num_layers: int
+    eos_ids: tuple[int, ...]  #: ids that end an answer
+    context_length: int | None  #: most tokens of prompt and answer; None when the config does not say
+    hash: str  #: of the config and the names and sizes of the weight files
+    parts: DecoderParts
+    cache_argument: str
+    #: Held during a pass: two threads (prefetching and decoding, say) must not read each other's captured states.
+    lock: Any = field(default_factory=RLock, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    def logits(self, input_ids: Tensor, *, keep: int = 0, cache: Cache | None = None, **inputs: Any) -> Tensor:
+        """One pass of the whole model.
+
+        :param input_ids: ``[B, T]``.
+        :param keep: positions at the end to compute logits for; 0 for all.
+        :param cache: past tokens; the pass appends to it.
+        :returns: ``[B, keep or T, V]``.
+        """
+        with_cache = {self.cache_argument: cache} if cache is not None else {}
+        return self.model(
+            input_ids=input_ids, use_cache=cache is not None, logits_to_keep=keep, return_dict=True, **with_cache, **inputs
+        ).logits
+
+    def states(self, input_ids: Tensor, *, cache: Cache | None = None, **inputs: Any) -> Tensor:
+        """One pass without the output head: post-norm states ``[B, T, H]``."""
+        with_cache = {self.cache_argument: cache} if cache is not None else {}
+        return self.parts.base(
+            input_ids=input_ids, use_cache=cache is not None, return_dict=True, **with_cache, **inputs
+        ).last_hidden_state
+
+
+def load_verifier(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+) -> Verifier:
+    """Load a verifier for inference.
+
+    On a CPU a float32 model gets its linear layers packed (:mod:`speculators.verifiers.packed_linear`).
+
+    :param path: Hugging Face folder with safetensors, or a hub id.
+    :param dtype: by default the checkpoint's own on an accelerator and float32 on a CPU.
+    :param device: by default the accelerator if there is one.
+    :raises VerifierError: when there is nothing to load, or nothing that this library can drive.
+    """
+    name = os.fspath(path)
+    _check_exists(name)
+    device = torch.device(device) if device is not None else _default_device()
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else "auto"
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model = _model_class(config).from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a broken or foreign checkpoint makes transformers raise
+        raise VerifierError(f"the verifier {name} cannot be loaded ({_first_line(error)}); check the folder's files") from error
+    model.requires_grad_(False).eval().to(device)
+    parts = decoder_parts(model)
+    use_grouped_attention(model)
+    if device.type == "cpu":
+        pack_linears(model)
+    text = text_config(config)
+    parameters = inspect.signature(model.forward).parameters
+    return Verifier(
+        model=model,
+        tokenizer=_tokenizer(name, trust_remote_code),
+        config=config,
+        name=name,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=len(parts.layers),
+        eos_ids=_eos_ids(model, text),
+        context_length=next((int(value) for key in _CONTEXT_KEYS if (value := getattr(text, key, None))), None),
+        hash=_hash(name, config),
+        parts=parts,
+        cache_argument="cache" if "cache" in parameters else "past_key_values",
+    )
+
+
+def _check_exists(name: str) -> None:
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise VerifierError(f"{name} has no config.json; give the folder of a Hugging Face model")
+        if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+            raise VerifierError(f"{name} has no safetensors weights; download the whole model or save it with save_pretrained")
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or folder.exists():
+        raise VerifierError(f"there is no verifier folder {name}; give the path of a Hugging Face model folder")
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    """The causal language model class; multimodal models only have one for image and text, which takes text alone too."""
+    if type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if type(config) in AutoModelForImageTextToText._model_mapping else AutoModelForCausalLM
+
+
+def _tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    if Path(name).is_dir() and not any(Path(name).glob("*token*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise VerifierError(
+            f"the tokenizer of {name} cannot be loaded ({_first_line(error)}); add the model's tokenizer files"
+        ) from error
+
+
+def _eos_ids(model: PreTrainedModel, config: PretrainedConfig) -> tuple[int, ...]:
+    """Ids that end an answer: the generation config's, which knows end-of-turn tokens, else the model config's."""
+    for holder in (getattr(model, "generation_config", None), config):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
+    return ()
+
+
+def _hash(name: str, config: PretrainedConfig) -> str:
+    digest = hashlib.sha256()
+    folder = Path(name)
+    if folder.is_dir():
+        digest.update((folder / "config.json").read_bytes())
+        for pattern in _WEIGHTS:
+            for file in sorted(folder.glob(pattern)):
+                digest.update(f"{file.name}:{file.stat().st_size};".encode())
+    else:
+        digest.update(f"{name}@{getattr(config, '_commit_hash', None)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
