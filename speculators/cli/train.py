@@ -28,7 +28,9 @@ def main(arguments: Sequence[str]) -> int:
         if not main_process:
             return error.exit_code
         raise
-    if main_process:
+    if main_process and config.dry_run:
+        print(f"first draft saved to {result.checkpoint}")
+    elif main_process:
         _report(result.reason, result.global_step, result.checkpoint, result.best)
     if result.reason == "interrupted" and result.signal is not None:
         return 128 + result.signal

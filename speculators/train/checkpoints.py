@@ -68,7 +68,7 @@ class CheckpointStore:
     def best(self) -> Path | None:
         """Where :data:`BEST` points, if there is one."""
         link = self.folder / BEST
-        return link.resolve() if link.exists() else None
+        return self.folder / os.readlink(link) if link.exists() else None
 
     def next_number(self) -> int:
         """One above every numbered folder, torn ones included."""

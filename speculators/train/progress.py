@@ -26,10 +26,11 @@ class Bar:
 
 
 @contextmanager
-def bar(label: str, total: int, *, shown: bool = True) -> Iterator[Bar]:
+def bar(label: str, total: int, *, shown: bool = True, passing: bool = False) -> Iterator[Bar]:
     """A bar on standard error.
 
     :param shown: False for a bar that does nothing, as on all processes but the main one.
+    :param passing: take the bar away when it is full.
     """
     if not shown:
         yield Bar(None)
@@ -43,5 +44,5 @@ def bar(label: str, total: int, *, shown: bool = True) -> Iterator[Bar]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=passing) as progress:
         yield Bar(progress, progress.add_task(label, total=total, note=""))

@@ -266,7 +266,7 @@ class Trainer:
             return {}
         self.draft.eval()
         sums, answers = MetricSums(self.accelerator.device), self.feeder.stream(self.validation_rows)
-        with bar("Validation", len(self.validation_rows), shown=self._shown and record) as done:
+        with bar("Validation", len(self.validation_rows), shown=self._shown and record, passing=True) as done:
             for index, packed in enumerate(self.validation_rows):
                 # The same anchors every time, so that epochs can be compared.
                 batch = self.feeder.attach(self.planner.recipe.batch(packed, 0), answers)
