@@ -44,8 +44,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self._capacity = capacity
         self._row_capacity = row_capacity
         # The parts of the buffers that are in use, so that a step of decoding slices them once and not twice.
-        self._key_rows: Tensor | None = None
-        self._value_rows: Tensor | None = None
+        self._rows_in_use: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -60,20 +59,26 @@ class PreallocatedLayer(CacheLayerMixin):
         return like.new_zeros(max(rows, self._row_capacity), heads, slots, head_dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self._key_rows is None or self._value_rows is None:
+        if self._rows_in_use is None:
             self.lazy_initialization(key_states, value_states)
-            assert self._key_rows is not None and self._value_rows is not None
         tokens = key_states.shape[-2]
         self.make_room(tokens)
-        self._key_rows.narrow(2, self.end, tokens).copy_(key_states)
-        self._value_rows.narrow(2, self.end, tokens).copy_(value_states)
+        keys, values = self._rows_in_use or self.buffers()
+        keys.narrow(2, self.end, tokens).copy_(key_states)
+        values.narrow(2, self.end, tokens).copy_(value_states)
         self.end += tokens
         visible = self.end - self.start
-        return self._key_rows.narrow(2, self.start, visible), self._value_rows.narrow(2, self.start, visible)
+        return keys.narrow(2, self.start, visible), values.narrow(2, self.start, visible)
+
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """All of the memory for keys and for values."""
+        if self.keys is None or self.values is None:
+            raise ValueError("the cache holds nothing yet; run a pass first")
+        return self.keys, self.values
 
     def make_room(self, tokens: int) -> None:
         """Provide slots for ``tokens`` more, by moving the slots in use to the front or by growing."""
-        if self.keys is None or self.values is None:
+        if self.keys is None:
             self._capacity = max(self._capacity, self.end + tokens)
             return
         capacity = self.keys.shape[2]
@@ -81,13 +86,13 @@ class PreallocatedLayer(CacheLayerMixin):
             return
         visible = self.end - self.start
         if visible + tokens <= capacity - _CHUNK // 2:  # enough is free in front that this will not recur soon
-            for buffer in (self.keys, self.values):
+            for buffer in self.buffers():
                 buffer[:, :, :visible] = buffer[:, :, self.start : self.end].clone()
         else:
             wanted = visible + max(tokens, _CHUNK, capacity // 4)
             slots = -(-wanted // _CHUNK) * _CHUNK
             grown = []
-            for buffer in (self.keys, self.values):
+            for buffer in self.buffers():
                 larger = buffer.new_zeros(*buffer.shape[:2], slots, buffer.shape[3])
                 larger[:, :, :visible] = buffer[:, :, self.start : self.end]
                 grown.append(larger)
@@ -98,8 +103,8 @@ class PreallocatedLayer(CacheLayerMixin):
     def set_rows(self, rows: int) -> None:
         """Use the first ``rows`` rows from now on."""
         self.rows = rows
-        if self.keys is not None and self.values is not None:
-            self._key_rows, self._value_rows = self.keys[:rows], self.values[:rows]
+        keys, values = self.buffers()
+        self._rows_in_use = keys[:rows], values[:rows]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -126,10 +131,11 @@ class PreallocatedLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys = self.keys[:, :, : self.end][indices.to(self.keys.device)]
-            self.values = self.values[:, :, : self.end][indices.to(self.values.device)]
-            self.set_rows(self.keys.shape[0])
+        if self.rows:
+            keys, values = self.buffers()
+            indices = indices.to(keys.device)
+            self.keys, self.values = keys[:, :, : self.end][indices], values[:, :, : self.end][indices]
+            self.set_rows(len(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.rows:
@@ -139,19 +145,19 @@ class PreallocatedLayer(CacheLayerMixin):
 class PreallocatedCache(Cache):
     """The cache of a whole model, one :class:`PreallocatedLayer` a decoder layer."""
 
-    layers: list[PreallocatedLayer]
-
     def __init__(self, num_layers: int, capacity: int = _CHUNK, row_capacity: int = 0) -> None:
-        super().__init__(layers=[PreallocatedLayer(capacity, row_capacity) for _ in range(num_layers)])
+        #: ``layers`` by their own type.
+        self.own_layers = [PreallocatedLayer(capacity, row_capacity) for _ in range(num_layers)]
+        super().__init__(layers=[*self.own_layers])
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` of the visible tokens."""
-        for layer in self.layers:
+        for layer in self.own_layers:
             layer.end = layer.start + min(length, layer.get_seq_length())
 
     def drop_front(self, slots: int) -> None:
         """Forget the first ``slots`` visible slots of every row."""
-        for layer in self.layers:
+        for layer in self.own_layers:
             layer.start += slots
 
     def add_rows(self, source: PreallocatedCache, lengths: list[int]) -> None:
@@ -160,7 +166,7 @@ class PreallocatedCache(Cache):
 
         Rows that are longer than what this cache shows make it show more, in front: only possible while it has no rows.
         """
-        for layer, other in zip(self.layers, source.layers, strict=True):
+        for layer, other in zip(self.own_layers, source.own_layers, strict=True):
             layer_length = layer.get_seq_length()
             longest = max(lengths)
             if longest > layer_length:
@@ -169,27 +175,24 @@ class PreallocatedCache(Cache):
                 layer.reset()
                 layer.make_room(longest)
                 layer.end = longest
-            if other.keys is None or other.values is None:
-                raise ValueError("the rows to add hold no tokens; run a pass over them first")
+            added = other.buffers()
             if layer.keys is None:
-                layer.lazy_initialization(other.keys, other.values)
+                layer.lazy_initialization(*added)
                 layer.set_rows(0)
-            assert layer.keys is not None and layer.values is not None
+            buffers = layer.buffers()
             for row, length in enumerate(lengths):
                 here = slice(layer.end - length, layer.end)
-                layer.keys[layer.rows + row, :, here] = other.keys[row, :, other.start : other.start + length]
-                layer.values[layer.rows + row, :, here] = other.values[row, :, other.start : other.start + length]
+                for buffer, source_buffer in zip(buffers, added):
+                    buffer[layer.rows + row, :, here] = source_buffer[row, :, other.start : other.start + length]
             layer.set_rows(layer.rows + len(lengths))
 
     def remove_row(self, row: int) -> None:
         """Drop one row; the last row takes its place."""
-        for layer in self.layers:
-            assert layer.keys is not None and layer.values is not None
+        for layer in self.own_layers:
             last = layer.rows - 1
             if row != last:
-                used = slice(layer.start, layer.end)
-                layer.keys[row, :, used] = layer.keys[last, :, used]
-                layer.values[row, :, used] = layer.values[last, :, used]
+                for buffer in layer.buffers():
+                    buffer[row, :, layer.start : layer.end] = buffer[last, :, layer.start : layer.end]
             layer.set_rows(last)
 
 
@@ -198,7 +201,8 @@ def fits_preallocated(config: Any) -> bool:
 
     Models with recurrent or compressed states, or layers that share or lack keys, keep transformers' own cache.
     """
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in DynamicCache(config=text_config(config)).layers)
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in plain for layer in DynamicCache(config=text_config(config)).layers)
 
 
 def new_cache(config: Any, capacity: int = _CHUNK) -> Cache:

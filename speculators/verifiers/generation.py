@@ -1,8 +1,8 @@
 """Answers of the verifier to many prompts, as fast as a batch allows.
 
 Rows join and leave the running batch one by one: a finished row's place goes to the next prompt, so that the batch stays
-full to the end of the list and no pass is spent on finished rows. Prompts are taken longest first. Their tokens but the last are
-prefilled without padding on the left and without the output head; the last one is then an ordinary decoding step.
+full to the end of the list and no pass is spent on finished rows. Prompts are taken longest first. Their tokens but the
+last are prefilled without padding on the left and without the output head; the last one is then an ordinary decoding step.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _next_uniforms(rows: list[_Row]) -> np.ndarray:
 
 @torch.inference_mode()
 def draw(logits: Tensor, sampling: SamplingParams, uniforms: np.ndarray) -> Tensor:
-    """One token per row from the distribution that ``sampling`` makes of ``logits`` ``[B, V]``, by inverting its cumulative sum.
+    """One token per row from the distribution that ``sampling`` makes of ``logits`` ``[B, V]``, by inverting its cumulative
+    sum.
 
     :param uniforms: ``[B]`` numbers in [0, 1), the only randomness; not used when greedy.
     :returns: ids ``[B]``.

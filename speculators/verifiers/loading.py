@@ -65,13 +65,13 @@ class Verifier:
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
-    def logits(self, input_ids: Tensor, *, keep: int = 0, cache: Cache | None = None, **inputs: Any) -> Tensor:
+    def logits(self, input_ids: Tensor, *, keep: int | Tensor = 0, cache: Cache | None = None, **inputs: Any) -> Tensor:
         """One pass of the whole model.
 
         :param input_ids: ``[B, T]``.
-        :param keep: positions at the end to compute logits for; 0 for all.
+        :param keep: how many positions at the end to compute logits for, or which positions; 0 for all.
         :param cache: past tokens; the pass appends to it.
-        :returns: ``[B, keep or T, V]``.
+        :returns: ``[B, kept positions, V]``.
         """
         with_cache = {self.cache_argument: cache} if cache is not None else {}
         return self.model(
@@ -151,7 +151,8 @@ def _default_device() -> torch.device:
 
 def _model_class(config: PretrainedConfig) -> Any:
     """The causal language model class; multimodal models only have one for image and text, which takes text alone too."""
-    if type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+    own_code = getattr(config, "auto_map", None) or {}
+    if type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in own_code:
         return AutoModelForCausalLM
     from transformers import AutoModelForImageTextToText
 

@@ -160,4 +160,3 @@ def _edit_json(path: Path, drop: tuple[str, ...], values: Mapping[str, Any] | No
 def _plain_tensors(model: Any) -> dict[str, torch.Tensor]:
     tied = set(getattr(model, "all_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
-

@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from speculators.verifiers.cache import PreallocatedCache, fits_preallocated
+from speculators.verifiers.grouping import consecutive_groups
 from speculators.verifiers.loading import Verifier
 from speculators.verifiers.structure import text_config
 
-__all__ = ["RunningBatch", "length_groups", "running_batch"]
+__all__ = ["RunningBatch", "running_batch"]
 
-_PREFILL_TOKENS = 2048  # a pass over this many tokens runs at full speed on a CPU; more only takes more memory
+_PREFILL_TOKENS = 1024  # a pass over 150 tokens already runs at full speed on a CPU; more only takes more memory
 _TRIM = 32  # slots in front that no row uses any more, before they are dropped
 
 
@@ -47,25 +48,6 @@ def running_batch(verifier: Verifier, batch_size: int) -> RunningBatch:
     return _DynamicBatch(verifier, batch_size)
 
 
-def length_groups(lengths: Sequence[int], token_budget: int, waste: float = 0.1) -> list[slice]:
-    """Cut a sorted list of lengths into groups that are padded to their longest member.
-
-    :param token_budget: most tokens of a group, padding included; a longer single row makes a group of its own.
-    :param waste: most padding in a group, as a share of its padded tokens.
-    """
-    groups, first, total = [], 0, 0
-    for place, length in enumerate(lengths):
-        longest = max(lengths[first], length)
-        padded = longest * (place - first + 1)
-        if place > first and (padded > token_budget or padded - total - length > waste * padded):
-            groups.append(slice(first, place))
-            first, total = place, 0
-        total += length
-    if len(lengths) > first:
-        groups.append(slice(first, len(lengths)))
-    return groups
-
-
 class _PreallocatedBatch:
     def __init__(self, verifier: Verifier, batch_size: int) -> None:
         self._verifier = verifier
@@ -81,7 +63,7 @@ class _PreallocatedBatch:
     @torch.inference_mode()
     def add(self, prompts: Sequence[Sequence[int]]) -> None:
         lengths = [len(prompt) for prompt in prompts]
-        for group in length_groups(lengths, _PREFILL_TOKENS):
+        for group in consecutive_groups(lengths, _PREFILL_TOKENS):
             members = prompts[group]
             longest = len(members[0])
             # A pass makes the keys' shape known even if these prompts have one token, which the first step will read.

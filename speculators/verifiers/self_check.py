@@ -72,7 +72,7 @@ def check_states(final: Tensor, row: Row, head: FullHead, verifier: Verifier, *,
     positions = torch.linspace(0, len(row) - 1, min(MAX_POSITIONS, len(row))).long().unique()
     ids = torch.from_numpy(row.input_ids).to(verifier.device).view(1, -1)
     with verifier.lock:
-        own = verifier.logits(ids)[0, positions.to(verifier.device)]
+        own = verifier.logits(ids, keep=positions.to(verifier.device))[0]
     expected = own.double().softmax(dim=-1).cpu()
     weight_device = next(iter(head.buffers()), final).device if isinstance(head, torch.nn.Module) else final.device
     states = final[positions.to(final.device)].to(weight_device)

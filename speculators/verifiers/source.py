@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from speculators.data.rows import Row
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, DataError
+from speculators.verifiers.grouping import length_groups
 
 __all__ = ["CachedSource", "HiddenStateSource", "HiddenStates", "StatesDescription", "length_groups", "prefetch"]
 
@@ -89,19 +90,6 @@ class HiddenStateSource(Protocol):
         ...
 
 
-def length_groups(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Places of ``lengths`` in groups of about equal length, each at most ``token_budget`` tokens when padded to its longest
-    (or a single row)."""
-    groups: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda place: (lengths[place], place)):
-        # Sorted: the newest row is the group's longest.
-        if groups and (len(groups[-1]) + 1) * lengths[place] <= token_budget:
-            groups[-1].append(place)
-        else:
-            groups.append([place])
-    return groups
-
-
 class CachedSource:
     """Keeps a data set's states in memory for all epochs when they fit, and passes calls through when they do not.
 
@@ -124,7 +112,8 @@ class CachedSource:
         self._lock = threading.Lock()
         lengths = getattr(dataset, "lengths", None)
         lengths = [len(row) for row in dataset] if lengths is None else [int(length) for length in lengths]
-        self.bytes_needed = sum(lengths) * source.description.bytes_per_token
+        #: Memory for all states, in the dtype the source gives them, and for the token ids beside them.
+        self.bytes_needed = sum(lengths) * (source.description.bytes_per_token + torch.int64.itemsize)
         self.caching = self.bytes_needed <= max_bytes
         self._groups: list[list[int]] = []
         self._group_of: dict[int, int] = {}
@@ -138,14 +127,23 @@ class CachedSource:
         return self._source.description
 
     def fetch(self, rows: Sequence[Row]) -> list[HiddenStates]:
-        """See :meth:`HiddenStateSource.fetch`. A row may be a prefix of the data set's row."""
+        """See :meth:`HiddenStateSource.fetch`. A row may be a prefix of the data set's row.
+
+        :raises DataError: when a row is not one of the data set's.
+        """
         if not self.caching:
             return self._source.fetch(rows)
+        for row in rows:
+            if not self._holds(row):
+                raise DataError(f"row {row.row_id} is not the one of the data set whose states are cached; pass its own rows")
         with self._lock:  # the prefetching thread and validation may ask at once
             for index in sorted({self._group_of[row.row_id] for row in rows if row.row_id not in self._cache}):
                 group = [self._dataset[row_id] for row_id in self._groups[index]]
                 self._cache.update((states.row_id, states) for states in self._source.fetch(group))
             return [self._cache[row.row_id].first(len(row)) for row in rows]
+
+    def _holds(self, row: Row) -> bool:
+        return row.row_id in self._group_of and len(row) <= len(self._dataset[row.row_id])
 
     def close(self) -> None:
         self._cache.clear()

@@ -11,8 +11,9 @@ from torch import Tensor
 from speculators.data.rows import Row
 from speculators.errors import DataError
 from speculators.verifiers.capture import StateCapture, check_layer_ids
+from speculators.verifiers.grouping import length_groups
 from speculators.verifiers.loading import Verifier
-from speculators.verifiers.source import HiddenStates, StatesDescription, length_groups
+from speculators.verifiers.source import HiddenStates, StatesDescription
 
 __all__ = ["TransformersSource"]
 
