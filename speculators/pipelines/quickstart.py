@@ -78,6 +78,8 @@ class _Quickstart:
         self.notes = None if quiet else Console(stderr=True)
 
     def run(self) -> EvaluationResults:
+        if self.folder.product("decode") is not None:
+            return read_results(self.path)
         verifier, verifier_path = self._load()
         split = self._split()
         records = self._generate(verifier, split)
@@ -233,8 +235,6 @@ class _Quickstart:
 
     def _decode(self, verifier: Verifier, verifier_path: Path, split: SplitPrompts, checkpoint: Path) -> EvaluationResults:
         """Held-out prompts decoded plainly and with the draft, in turn."""
-        if self.folder.product("decode") is not None:
-            return read_results(self.path)
         settings = self.settings
         began = time.monotonic()
         sets = self._held_out_sets(verifier, split)

@@ -111,7 +111,8 @@ class AppendedRecords:
                     break
                 self.records.append(record)
                 whole += len(line)
-            os.truncate(path, whole)
+            if whole < path.stat().st_size:
+                os.truncate(path, whole)
         self._stream = path.open("ab")
 
     def append(self, record: Mapping[str, Any]) -> None:

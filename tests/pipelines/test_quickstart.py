@@ -36,6 +36,7 @@ def tiny_settings(folder: Path, **changes: object) -> QuickstartSettings:
         "prompts": folder / "prompts",
         "verifier": folder / "verifier",
         "human_eval": False,
+        "held_out_share": 0.25,
         "generate_batch": 8,
         "draft_vocab_size": 40,
         "num_layers": 1,
