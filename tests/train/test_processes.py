@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from speculators.__main__ import main
 from speculators.data import DataManifest, RowDataset
 from tests.tiny import random_rows, tiny_verifier
 
@@ -69,16 +70,15 @@ def records(run: Path, kind: str) -> list[dict]:
     return [record[kind] for record in found if kind in record]
 
 
-def test_a_run_killed_at_any_step_goes_on_bit_for_bit(folder: Path, whole: Path) -> None:
-    for lines in (12, 34):
-        process = start(folder, "killed")
-        metrics = folder / "killed" / "metrics.jsonl"
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < lines):
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert metrics.read_bytes().count(b"\n") < STEPS
+def test_a_run_killed_between_checkpoints_goes_on_bit_for_bit(folder: Path, whole: Path) -> None:
+    process = start(folder, "killed")
+    metrics = folder / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 20):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert metrics.read_bytes().count(b"\n") < STEPS
     assert f"trained at step {STEPS}" in finish(start(folder, "killed"))
     assert len(records(whole, "train")) == STEPS
     for kind in ("train", "val"):
@@ -98,9 +98,20 @@ def test_two_processes_train_as_one(folder: Path, whole: Path) -> None:
     assert records(folder / "two", "val")[0]["loss"] == pytest.approx(records(whole, "val")[0]["loss"], abs=1e-4)
 
 
-def test_bad_settings_exit_with_2_and_one_line(folder: Path) -> None:
-    process = start(folder, "bad", command=[*TRAIN, "--speculator-type", "mtp"])
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "Traceback" not in output
-    assert "--speculator-type mtp cannot be trained by this version yet" in output
+def test_bad_settings_exit_with_2_and_one_line(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    for arguments, words in (
+        (["--speculator-type", "mtp"], "--speculator-type mtp cannot be trained by this version yet"),
+        (["--epochs", "0"], "--epochs"),
+        (["--fsdp-shard"], "--fsdp-shard is not built yet"),
+        (["--verifier-name-or-path", "nowhere", "--save-path", "new"], "nowhere"),
+        (["--data-path", "nowhere", "--save-path", "new"], "nowhere holds no data set"),
+    ):
+        code = main(["train", "--config", "train.yaml", *arguments])
+        printed = capsys.readouterr()
+        assert code in (1, 2)
+        assert (code == 2) == (words[0] == "-")
+        assert words in printed.err
+        *warned, refusal = printed.err.splitlines()
+        assert refusal.startswith("error: ") or "speculators train: error: " in refusal
+        assert all(line.startswith("warning: ") for line in warned)

@@ -310,6 +310,12 @@ def test_rows_of_another_vocabulary_are_refused(run) -> None:
         run(rows=rows)
 
 
+def test_trackers_get_the_metrics(run, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run(logger="tensorboard", log_dir=str(tmp_path / "logs-{rank}"), run_name="tiny", epochs=1)
+    assert list((tmp_path / "logs-0").rglob("events.out.tfevents*"))
+
+
 def test_dflash_trains_with_its_own_defaults(run) -> None:
     result = run(speculator_type="dflash", block_size=..., markov_rank=..., epochs=1)
     model = SpeculatorModel.from_pretrained(result.checkpoint)
