@@ -206,27 +206,29 @@ def fits_preallocated(config: Any) -> bool:
 
 
 def new_cache(config: Any, capacity: int = _CHUNK) -> Cache:
-    """An empty cache for one request or batch that can be rolled back.
-
-    :raises VerifierError: when the model keeps states that cannot be rolled back.
-    """
+    """An empty cache for one request, which :func:`truncate` rolls back if the model's past can be."""
     config = text_config(config)
     if fits_preallocated(config):
         return PreallocatedCache(config.num_hidden_layers, capacity)
     cache = DynamicCache(config=config)
     if hasattr(cache, "activate_past_recording"):
-        cache.activate_past_recording()
-    if not getattr(cache, "is_croppable", True):
-        raise VerifierError(
-            f"the verifier ({config.model_type}) keeps recurrent states that transformers cannot roll back; "
-            "use a verifier with attention in every layer"
-        )
+        cache.activate_past_recording()  # keeps what a window or a convolution would forget until the next truncate
     return cache
 
 
 def truncate(cache: Cache, length: int) -> None:
-    """Keep the first ``length`` tokens of either kind of cache."""
+    """Keep the first ``length`` tokens of either kind of cache; to be called after every pass, also to keep all.
+
+    :raises VerifierError: when the model keeps recurrent states, which nothing can roll back.
+    """
     if isinstance(cache, PreallocatedCache):
         cache.truncate(length)
-    else:
-        cache.crop(min(0, length - cache.get_seq_length()))
+        return
+    removed = cache.get_seq_length() - length
+    if getattr(cache, "is_croppable", True):
+        cache.crop(-removed)
+    elif removed:
+        raise VerifierError(
+            "the verifier keeps recurrent states, which transformers cannot roll back; decode without a draft, "
+            "or use a verifier with attention in every layer"
+        )

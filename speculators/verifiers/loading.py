@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import re
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from transformers import (
 from speculators.errors import VerifierError
 from speculators.verifiers.attention import use_grouped_attention
 from speculators.verifiers.packed_linear import pack_linears
-from speculators.verifiers.structure import DecoderParts, decoder_parts, text_config
+from speculators.verifiers.structure import DecoderParts, cache_argument, decoder_parts, text_config
 
 __all__ = ["Verifier", "load_verifier"]
 
@@ -38,8 +37,7 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length"
 class Verifier:
     """A frozen causal language model of transformers, ready for inference.
 
-    The model's own modules compute everything; ``cache_argument`` is the name under which they take a cache, which
-    changed in transformers 5.
+    The model's own modules compute everything; ``cache_argument`` is the name under which they take a cache.
     """
 
     model: PreTrainedModel
@@ -114,10 +112,11 @@ def load_verifier(
     model.requires_grad_(False).eval().to(device)
     parts = decoder_parts(model)
     use_grouped_attention(model)
+    if model.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped product of experts has no float64
     if device.type == "cpu":
         pack_linears(model)
     text = text_config(config)
-    parameters = inspect.signature(model.forward).parameters
     return Verifier(
         model=model,
         tokenizer=_tokenizer(name, trust_remote_code),
@@ -130,7 +129,7 @@ def load_verifier(
         context_length=next((int(value) for key in _CONTEXT_KEYS if (value := getattr(text, key, None))), None),
         hash=_hash(name, config),
         parts=parts,
-        cache_argument="cache" if "cache" in parameters else "past_key_values",
+        cache_argument=cache_argument(model),
     )
 
 

@@ -149,4 +149,4 @@ class _DynamicBatch:
         with torch.inference_mode():
             self._mask = self._mask[keep]
             if keep:
-                self._cache.batch_select_indices(torch.tensor(keep, device=self._mask.device))
+                self._cache.reorder_cache(torch.tensor(keep, device=self._mask.device))  # every kind of layer has this one

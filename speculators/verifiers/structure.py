@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from speculators.errors import VerifierError
 
-__all__ = ["DecoderParts", "decoder_parts", "text_config"]
+__all__ = ["DecoderParts", "cache_argument", "decoder_parts", "text_config"]
 
 # Wrappers around the decoder, outermost first: "" is the model itself. Vision-language models nest the text decoder.
 _PATHS = (
@@ -26,7 +27,7 @@ _PATHS = (
     "",
 )
 _LAYERS = ("layers", "h", "blocks")
-_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class DecoderParts:
 def text_config(config: Any) -> Any:
     """The config of the text decoder: ``config`` itself, or its nested text config in a multimodal model."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name under which a model's ``forward`` takes a cache: it changed within transformers 5."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def decoder_parts(model: nn.Module) -> DecoderParts:
