@@ -1,8 +1,9 @@
 """``python -m speculators.train``, the form that ``torchrun`` and ``accelerate launch`` take."""
 
+import runpy
 import sys
 
-from speculators.__main__ import main
-
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    # By name: the command line stands above this package, which imports nothing of it.
+    sys.argv[1:1] = ["train"]
+    runpy.run_module("speculators", run_name="__main__")

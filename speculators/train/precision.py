@@ -20,11 +20,13 @@ class Precision:
     :param autocast: type of autocast in the draft's forward, None for none.
     :param states: type of the hidden states.
     :param note: one sentence for the log.
+    :param native_bf16: the device multiplies bfloat16 in hardware.
     """
 
     autocast: torch.dtype | None
     states: torch.dtype
     note: str
+    native_bf16: bool = False
 
 
 def has_native_bf16(device: torch.device) -> bool:
@@ -56,5 +58,6 @@ def choose_precision(
         note = f"computing in float32: this {device.type} has no bfloat16 instructions" if asked else "computing in float32"
         return Precision(None, torch.float32, note)
     if mixed_precision == "bf16" or (mixed_precision == "auto" and wanted is torch.bfloat16):
-        return Precision(torch.bfloat16, wanted, f"computing in bfloat16 autocast over float32 weights, {states_dtype} states")
-    return Precision(None, wanted, f"computing in float32, {states_dtype} states")
+        note = f"computing in bfloat16 autocast over float32 weights, {states_dtype} states"
+        return Precision(torch.bfloat16, wanted, note, True)
+    return Precision(None, wanted, f"computing in float32, {states_dtype} states", True)

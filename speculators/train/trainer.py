@@ -94,7 +94,7 @@ class Trainer:
         self.draft = model.to(device)
         self.teacher = teacher.to(device)
         self.trainable = [parameter for parameter in self.draft.parameters() if parameter.requires_grad]
-        self.optimizers = build_optimizers(self.draft, config, bf16=precision.autocast is torch.bfloat16)
+        self.optimizers = build_optimizers(self.draft, config, bf16=precision.native_bf16)
         # Buffers are the vocabulary's tables, the same on every process: nothing to exchange.
         buffers = [name for name, _ in self.draft.named_buffers()]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.draft, buffers)
