@@ -43,10 +43,14 @@ class BenchmarkSettings:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to decode: plainly (``draft`` None, n 0) or with a draft at one n."""
+    """One way to decode: plainly (``draft`` None, n 0) or with a draft at one n.
+
+    :param once: take part in the first repeat only; for a way whose acceptance is wanted and not its speed.
+    """
 
     decoder: Decoder
     draft: DraftDescription | None = None
+    once: bool = False
 
     @property
     def n(self) -> int:
@@ -70,9 +74,9 @@ class _Measured:
         return speeds
 
 
-def count_decodes(sets: Sequence[PromptSet], ways: int, settings: BenchmarkSettings) -> int:
+def count_decodes(sets: Sequence[PromptSet], ways: Sequence[Way], settings: BenchmarkSettings) -> int:
     """How many times ``advance`` will be called, for a progress bar."""
-    return sum(len(prompts.prompts) for prompts in sets) * ways * settings.repeats
+    return sum(len(prompts.prompts) for prompts in sets) * sum(1 if way.once else settings.repeats for way in ways)
 
 
 def run_benchmark(
@@ -92,11 +96,12 @@ def run_benchmark(
     for entry in measured:
         entry.way.decoder.decode(prompts.prompts[0], min(WARM_UP_TOKENS, settings.max_new_tokens), settings.eos_ids)
     for repeat in range(settings.repeats):
-        for entry in measured:
+        taking_part = [entry for entry in measured if repeat == 0 or not entry.way.once]
+        for entry in taking_part:
             entry.decodes.append([])
         for index, prompt in enumerate(prompts.prompts):
-            first = (index + repeat) % len(measured)
-            for entry in measured[first:] + measured[:first]:
+            first = (index + repeat) % len(taking_part)
+            for entry in taking_part[first:] + taking_part[:first]:
                 decoded = entry.way.decoder.decode(prompt, settings.max_new_tokens, settings.eos_ids, index=index)
                 entry.decodes[-1].append(decoded)
                 advance()

@@ -78,11 +78,12 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class DraftUnderTest:
-    """A draft and the numbers of tokens to draft with it."""
+    """A draft and the numbers of tokens to draft with it; ``once``: without repeated timings."""
 
     description: DraftDescription
     drafter: Drafter
     counts: Sequence[int]
+    once: bool = False
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
@@ -143,7 +144,7 @@ def evaluate_checkpoint(
 def drafts_of(model: Any, path: str, counts: Sequence[int], without_markov: bool = False) -> list[DraftUnderTest]:
     """The draft of a checkpoint, and on request the same once more with its Markov head switched off.
 
-    :param counts: numbers of draft tokens for the draft itself; without the Markov head only the largest is run.
+    :param counts: numbers of draft tokens for the draft itself; without the Markov head only the largest is run, once.
     """
     family, layout = model.config.speculators_model_type, model.config.layout.name
     has_markov = getattr(model, "markov_head", None) is not None
@@ -155,8 +156,8 @@ def drafts_of(model: Any, path: str, counts: Sequence[int], without_markov: bool
     if without_markov:
         if not has_markov:
             raise ConfigError(f"the draft in {path} has no Markov head to switch off; leave --no-markov out")
-        plain = DraftUnderTest(described(f"{family} without Markov", False), model.drafter(markov=False), [max(counts)])
-        drafts.append(plain)
+        name = f"{family} without Markov"
+        drafts.append(DraftUnderTest(described(name, False), model.drafter(markov=False), [max(counts)], once=True))
     return drafts
 
 
@@ -170,14 +171,12 @@ def draft_ways(
 
     common: dict[str, Any] = {"sampling": sampling, "context_length": verifier.context_length, "seed": seed}
     plain = Way(Decoder(sessions(()), **common))
-    drafted = [
-        Way(
-            Decoder(sessions(tuple(draft.drafter.layer_ids)), draft.drafter, n, full_block=full_block, **common),
-            draft.description,
-        )
-        for draft in drafts
-        for n in draft.counts
-    ]
+    drafted = []
+    for draft in drafts:
+        factory = sessions(tuple(draft.drafter.layer_ids))
+        for n in draft.counts:
+            decoder = Decoder(factory, draft.drafter, n, full_block=full_block, **common)
+            drafted.append(Way(decoder, draft.description, draft.once))
     return plain, drafted
 
 
@@ -195,7 +194,7 @@ def evaluate_drafts(
     """Measure loaded drafts on prompt sets; the part that quickstart shares with ``speculators evaluate``."""
     plain, drafted = draft_ways(verifier, drafts, settings.sampling, seed, full_block)
     benchmarks = []
-    total = count_decodes(sets, len(drafted) + 1, settings)
+    total = count_decodes(sets, [plain, *drafted], settings)
     with progress_bar("decode", total, progress_console) as advance:
         for prompts in sets:
             benchmarks.append(run_benchmark(prompts, plain, drafted, settings, advance))

@@ -50,6 +50,7 @@ def test_greedy_in_float64_is_identical_and_the_file_is_whole(folder: Path, caps
         assert [(run.draft, run.n) for run in benchmark.runs] == [("dspark", 3), ("dspark", 7), ("dspark without Markov", 7)]
         for run in benchmark.runs:
             assert run.identical_to_baseline is True
+            assert len(run.tokens_per_second_of_repeats) == (1 if "without" in run.draft else 2)
             assert run.near_ties == []
             assert run.acceptance_length == pytest.approx(1 + run.accepted / run.rounds, abs=0.2)
             assert 1 <= len(run.acceptance_by_position) <= run.n
