@@ -42,6 +42,11 @@ class MetricSums:
         self._pairs = {}
         return {name: (pair[0], pair[1]) for name, pair in zip(names, stacked.tolist())}
 
+    def restore(self, pairs: Mapping[str, tuple[float, float]]) -> None:
+        """Go on from what :meth:`reduced` gave; on one process only, for the pairs are sums over all."""
+        self.clear()
+        self.add(pairs)
+
     @staticmethod
     def means(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """The quotients; a pair over 0 has none and is left out."""

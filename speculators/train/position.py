@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class Position:
     best_loss: float | None = None  #: lowest validation loss
     best_number: int | None = None  #: checkpoint of that loss
     saved: tuple[int, ...] = ()  #: checkpoints this run wrote
+    #: metric sums of the steps since the last log, so that a resumed run logs what an undisturbed one does
+    pending: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """As JSON."""

@@ -93,7 +93,7 @@ def train(
             stack.callback(source.close)
         _check_source(config, source, draft)
         # With the norm in any case: the check says whether states of the other kind would fit.
-        teacher = VerifierHead.from_folder(config.verifier.verifier_name_or_path, draft.t2d)
+        teacher = VerifierHead.from_folder(config.verifier.verifier_name_or_path, draft.t2d, config=verifier.config)
         check_source(source, teacher, verifier, [split.dataset.row(int(row)) for row in split.train_ids[:16]])
         identity = _identity(split, source, accelerator, precision, config)
         main_first(accelerator, lambda: folder.check_identity(identity))

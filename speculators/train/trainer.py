@@ -330,6 +330,8 @@ class Trainer:
         """Write a checkpoint on the main process; the others wait."""
         position = self.position
         label = label or f"epoch{position.epoch}_step{position.local_step}"
+        position.pending = self.metrics.reduced(self.accelerator)
+        self._restore_pending()
         number, best = main_first(self.accelerator, lambda: self._write_checkpoint(validation, improved, label))
         position.saved, position.best_number = (*position.saved, number), best
         self._last_saved = position.global_step
@@ -358,6 +360,9 @@ class Trainer:
             store.prune(keep={number, *([] if best is None else [best])}, mine=set(self.position.saved))
         return number, best
 
+    def _restore_pending(self) -> None:
+        self.metrics.restore(self.position.pending if self.accelerator.is_main_process else {})
+
     def _resume(self) -> None:
         """Take the latest complete checkpoint's state."""
         latest = main_first(self.accelerator, self.folder.checkpoints.latest)
@@ -366,6 +371,7 @@ class Trainer:
             restore_state(latest, self.draft, self.optimizers)
             self.position = Position.from_record(latest.state)
             self._earlier = self.position.seconds
+            self._restore_pending()
             self.result.resumed_from, self._last_saved = latest.path, self.position.global_step
         if self.accelerator.is_main_process:
             self.metrics_file.rewind(self.position.global_step)

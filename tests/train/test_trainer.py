@@ -22,6 +22,10 @@ class Killed(BaseException):
     """Ends a training as a kill would: nothing of the library catches it."""
 
 
+def killed() -> None:
+    raise Killed
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trainer")
@@ -123,7 +127,7 @@ def test_another_configuration_or_other_rows_are_refused(run) -> None:
         run(epochs=1, lr=2e-2)
     with pytest.raises(ConfigError, match="rows: "):
         run(epochs=1, rows=tiny_rows(11))
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps: 1 there, 2 here"):
+    with pytest.raises(ConfigError, match="packed rows per step: 1 there, 2 here"):
         run(epochs=1, gradient_accumulation_steps=2)
 
 
@@ -202,6 +206,28 @@ def test_a_time_limit_becomes_a_step_budget_that_is_kept(run, tmp_path: Path) ->
     # The timed steps left no trace: the first losses are those of a run with that many steps.
     run("plain", epochs=10_000, max_steps=budget, checkpoint_freq=1000, val_freq=1000, on_step=None)
     assert losses(tmp_path / "run")[:5] == losses(tmp_path / "plain")[:5]
+
+
+def test_what_the_limit_cuts_is_saved_and_not_begun_again(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculators.train.trainer.step_budget", lambda trainer, minutes: 100_000)
+    changes = {"epochs": 100_000, "time_limit_minutes": 1 / 60, "checkpoint_freq": 1000, "val_freq": 1000}
+    first = run(**changes)
+    assert first.reason == "time limit"
+    assert CheckpointStore(tmp_path / "run").latest().state["global_step"] == first.global_step
+    again = run(**changes)
+    assert (again.reason, again.global_step, again.checkpoint) == ("time limit", first.global_step, first.checkpoint)
+
+
+def test_rare_logs_are_the_same_after_a_kill(run, tmp_path: Path) -> None:
+    changes = {"epochs": 3, "log_freq": 5, "checkpoint_freq": 2}
+    run("whole", **changes)
+    with pytest.raises(Killed):
+        run("cut", on_step=lambda info: killed() if info.global_step == 10 else None, **changes)
+    assert run("cut", **changes).resumed_from is not None
+    assert [record["train"] for record in records(tmp_path / "cut")] == [
+        record["train"] for record in records(tmp_path / "whole")
+    ]
+    assert [record["global_step"] for record in records(tmp_path / "cut")] == [5, 10, 12]
 
 
 def test_rows_without_supervision_give_a_zero_loss(run, tmp_path: Path) -> None:

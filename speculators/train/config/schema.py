@@ -53,7 +53,9 @@ class DraftSettings(Group):
         None, "Decoder architecture of the draft [llama for eagle3, else qwen3].", shaping=True
     )
     draft_hidden_act: str | None = setting("silu", "Activation of the draft's MLPs; empty: the verifier's.", shaping=True)
-    sliding_window: int = setting(2048, "Window of the sliding-attention layers, in tokens.", shaping=True, ge=1)
+    sliding_window: int = setting(
+        2048, "Window of the sliding-attention layers, in tokens; 0 for full attention everywhere.", shaping=True, ge=0
+    )
     full_attention_indices: list[int] = setting([], "Draft layers with full instead of sliding attention.", shaping=True)
     sliding_window_non_causal: bool | None = setting(
         None, "Slots of a sliding layer also see later slots of their block [on for dflash2 only].", families=_BLOCKS
@@ -189,7 +191,8 @@ class TrainerSettings(Group):
     time_limit_minutes: float | None = setting(
         None, "Fit the run into this many minutes: the step budget is fixed from timed steps at the start.", own=True, gt=0.0
     )
-    gradient_accumulation_steps: int = setting(1, "Packed rows per process and optimiser step.", own=True, ge=1)
+    # Cosmetic: a run belongs to the product with the number of processes, which the run folder records.
+    gradient_accumulation_steps: int = setting(1, "Packed rows per process and optimiser step.", own=True, ge=1, cosmetic=True)
     max_grad_norm: float = setting(1.0, "Clip gradients to this norm.", own=True, gt=0.0)
     mixed_precision: Literal["auto", "no", "bf16"] = setting(
         "auto", "bf16 autocast: where the hardware has it, never, or always.", own=True
