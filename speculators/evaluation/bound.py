@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from speculators.models.drafter import Drafter
     from speculators.verifiers.session import VerifierSession
 
-__all__ = ["measure_bound"]
+__all__ = ["measure_bound", "seconds_per_step"]
 
 
 @torch.no_grad()
@@ -89,7 +89,19 @@ def measure_bound(
     return bounds
 
 
-def _timed(task: Callable[[], None], device: torch.device) -> float:
+@torch.no_grad()
+def seconds_per_step(session: VerifierSession, context: int, repeats: int = 5) -> float:
+    """Median time of one plain decoding step behind ``context`` tokens.
+
+    :param session: a fresh session.
+    """
+    output = session.prefill([torch.zeros(context, dtype=torch.long)])[0]
+    device, token = output.logits.device, torch.zeros(1, dtype=torch.long, device=output.logits.device)
+    times = [_timed(lambda: session.verify([token]), device) for _ in range(repeats + 1)]
+    return median(times[1:])
+
+
+def _timed(task: Callable[[], object], device: torch.device) -> float:
     began = time.perf_counter()
     task()
     if device.type == "cuda":

@@ -28,6 +28,7 @@ from speculators.data.rows import AnswerRecord, DataManifest, RowDataset
 from speculators.data.vocabulary import count_tokens, mapping_for, save_token_frequencies
 from speculators.errors import DataError, SpeculatorsError, VerifierError
 from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet
+from speculators.evaluation.bound import seconds_per_step
 from speculators.evaluation.command import check_lengths, drafts_of, evaluate_drafts
 from speculators.evaluation.progress import progress_share
 from speculators.evaluation.results import EvaluationResults, read_results, write_json_atomically, write_results
@@ -44,6 +45,7 @@ from speculators.train import TrainConfig, train
 from speculators.verifiers.generation import generate_answers
 from speculators.verifiers.loading import Verifier, load_verifier
 from speculators.verifiers.packaged import packaged_verifier
+from speculators.verifiers.session import TransformersSession
 
 __all__ = ["QuickstartSettings", "run_quickstart"]
 
@@ -76,6 +78,7 @@ class _Quickstart:
         self.folder = folder
         self.path = folder.path
         self.notes = None if quiet else Console(stderr=True)
+        self.began = time.monotonic()
 
     def run(self) -> EvaluationResults:
         if self.folder.product("decode") is not None:
@@ -145,14 +148,15 @@ class _Quickstart:
                 [] if finished else prompts,
                 answer,
                 batch=settings.generate_batch,
-                seconds=settings.seconds("generate"),
+                seconds=settings.generate_share * settings.seconds,
                 advance=advance,
             )
         if not records:
             raise DataError("the verifier answered no prompt; give other prompts with --prompts")
         if not finished:
             tokens = sum(len(record["answer_ids"]) for record in records)
-            self.folder.finish("generate", {"answers": len(records), "tokens": tokens})
+            used = max(record["seconds"] for record in records)
+            self.folder.finish("generate", {"answers": len(records), "tokens": tokens, "seconds": used})
             self._note(f"answers: {len(records)} prompts, {tokens} tokens", began)
         return records
 
@@ -190,7 +194,7 @@ class _Quickstart:
         if done is not None:
             return self.path / done["checkpoint"]
         began = time.monotonic()
-        config = self._train_config(verifier, verifier_path, dataset)
+        config = self._train_config(verifier, verifier_path, dataset, self._train_minutes(verifier))
         self._note(f"train, as this command would: {config.command_line()}")
         result = train(config, dataset=dataset, verifier=verifier, progress=self.notes is not None)
         if result.signal is not None:
@@ -204,7 +208,18 @@ class _Quickstart:
         self._note(f"trained {result.global_step} steps, checkpoint {result.checkpoint}", began)
         return self.path / checkpoint
 
-    def _train_config(self, verifier: Verifier, verifier_path: Path, dataset: RowDataset) -> TrainConfig:
+    def _train_minutes(self, verifier: Verifier) -> float:
+        """What is left for training once the decoding that follows has its time; the same in every continuation of a run."""
+        plan = self.folder.product("plan")
+        if plan is None:
+            generated = self.folder.product("generate") or {}
+            used = max(time.monotonic() - self.began, generated.get("seconds", 0.0))
+            per_step = seconds_per_step(TransformersSession(verifier), self.settings.max_prompt_tokens)
+            seconds = self.settings.train_seconds(used, per_step)
+            plan = self.folder.finish("plan", {"seconds_per_step": per_step, "train_minutes": round(seconds / 60, 2)})
+        return float(plan["train_minutes"])
+
+    def _train_config(self, verifier: Verifier, verifier_path: Path, dataset: RowDataset, minutes: float) -> TrainConfig:
         settings = self.settings
         return TrainConfig.from_flat(
             speculator_type="dspark",
@@ -225,7 +240,7 @@ class _Quickstart:
             lr=settings.learning_rate,
             scheduler_type="cosine",
             epochs=1000,
-            time_limit_minutes=settings.seconds("train") / 60,
+            time_limit_minutes=minutes,
             checkpoint_freq=1000,
             checkpoint_steps=50,
             checkpoint_dtype="float32",

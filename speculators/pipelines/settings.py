@@ -1,4 +1,4 @@
-"""The settings of ``speculators quickstart`` and the time each of its steps gets."""
+"""The settings of ``speculators quickstart`` and how they follow from the time it is given."""
 
 from __future__ import annotations
 
@@ -6,22 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["QuickstartSettings", "TimeShares"]
-
-
-@dataclass(frozen=True)
-class TimeShares:
-    """Minutes per step for a run of 15; other runs scale them all alike."""
-
-    load: float = 0.5
-    generate: float = 4.5
-    train: float = 6.9  #: hidden states included
-    decode: float = 2.5
-
-    @property
-    def total(self) -> float:
-        """What is shared out; the rest of the 15 minutes are the short steps and what was estimated too low."""
-        return 15.0
+__all__ = ["QuickstartSettings"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +35,8 @@ class QuickstartSettings:
     learning_rate: float = 1e-3
     decode_prompts: int = 8
     decode_tokens: int = 64
-    shares: TimeShares = TimeShares()
+    generate_share: float = 0.3  #: of the time, for answers
+    least_train_share: float = 0.2  #: of the time, for training, whatever the other steps take
 
     @property
     def long(self) -> bool:
@@ -73,9 +59,26 @@ class QuickstartSettings:
     def decode_repeats(self) -> int:
         return 3 if self.long else 1
 
-    def seconds(self, step: str) -> float:
-        """Time budget of a step."""
-        return 60.0 * self.minutes * float(getattr(self.shares, step)) / self.shares.total
+    @property
+    def seconds(self) -> float:
+        """The whole time budget."""
+        return 60.0 * self.minutes
+
+    @property
+    def decodes(self) -> int:
+        """Decodes of a held-out prompt per prompt: plainly and at every n, repeated, and once without the Markov head."""
+        return (1 + len(self.decode_counts)) * self.decode_repeats + 1
+
+    def train_seconds(self, used: float, seconds_per_step: float) -> float:
+        """Time left for training.
+
+        :param used: seconds that the steps before took.
+        :param seconds_per_step: of plain decoding; a round of drafting and its tokens are about as fast.
+        """
+        decoding = self.decodes * self.decode_prompts * self.decode_tokens * seconds_per_step
+        # A tenth more for prefills and comparisons, half a minute for loading and saving.
+        left = self.seconds - used - 1.1 * decoding - min(30.0, 0.05 * self.seconds)
+        return max(left, self.least_train_share * self.seconds)
 
     def record(self) -> dict[str, Any]:
         """What a continued run must agree in, as JSON values."""

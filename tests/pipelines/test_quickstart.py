@@ -18,7 +18,7 @@ from speculators.data.rows import RowDataset
 from speculators.errors import ConfigError
 from speculators.evaluation.results import EvaluationResults, read_results
 from speculators.pipelines.quickstart import run_quickstart
-from speculators.pipelines.settings import QuickstartSettings, TimeShares
+from speculators.pipelines.settings import QuickstartSettings
 from tests.tiny import tiny_verifier
 
 SCRIPT = """
@@ -32,7 +32,7 @@ run_quickstart(tiny_settings(Path(sys.argv[1])), Path(sys.argv[2]), quiet=True)
 
 def tiny_settings(folder: Path, **changes: object) -> QuickstartSettings:
     values = {
-        "minutes": 1.0,
+        "minutes": 0.3,
         "prompts": folder / "prompts",
         "verifier": folder / "verifier",
         "human_eval": False,
@@ -45,7 +45,7 @@ def tiny_settings(folder: Path, **changes: object) -> QuickstartSettings:
         "max_anchors": 16,
         "decode_prompts": 3,
         "decode_tokens": 12,
-        "shares": TimeShares(generate=2.0, train=0.6),
+        "generate_share": 0.5,
     }
     return QuickstartSettings(**(values | changes))  # type: ignore[arg-type]
 
@@ -157,3 +157,12 @@ def test_kills_anywhere_lose_nothing(folder: Path, tmp_path: Path) -> None:
     assert results.benchmarks
     steps = [record["global_step"] for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
     assert steps == sorted(steps)
+
+
+def test_time_that_other_steps_took_is_not_trained() -> None:
+    settings = QuickstartSettings(minutes=15)
+    assert settings.decode_counts == (3, 7)
+    # 290 s used, decoding of 4 x 8 x 64 tokens at 70 ms with a tenth on top, 30 s kept back
+    assert settings.train_seconds(290, 0.07) == pytest.approx(900 - 290 - 1.1 * 4 * 8 * 64 * 0.07 - 30)
+    assert settings.train_seconds(880, 0.07) == 180
+    assert QuickstartSettings(minutes=40).decode_repeats == 3
