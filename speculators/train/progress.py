@@ -32,7 +32,9 @@ def bar(label: str, total: int, *, shown: bool = True, passing: bool = False) ->
     :param shown: False for a bar that does nothing, as on all processes but the main one.
     :param passing: take the bar away when it is full.
     """
-    if not shown:
+    console = Console(stderr=True)
+    # In a log file a bar that passes would leave nothing but an empty line.
+    if not shown or (passing and not console.is_terminal):
         yield Bar(None)
         return
     columns = (
@@ -44,5 +46,5 @@ def bar(label: str, total: int, *, shown: bool = True, passing: bool = False) ->
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=passing) as progress:
+    with Progress(*columns, console=console, transient=passing) as progress:
         yield Bar(progress, progress.add_task(label, total=total, note=""))
