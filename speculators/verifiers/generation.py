@@ -58,6 +58,7 @@ def generate_answers(
     seed: int = 0,
     progress: bool | Progress = False,
     row_ids: Sequence[int] | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Let the verifier answer prompts; yields ``(index of the prompt, token ids of the answer)`` as rows finish.
 
@@ -70,6 +71,7 @@ def generate_answers(
     :param batch_size: rows that run at once; memory for keys and values grows with it.
     :param progress: show a progress bar on standard error, or be called after every step.
     :param row_ids: what seeds each prompt's draws; by default its index.
+    :param stop: asked before every step; once true, the answers begun are yielded as they are, cut, and no more are begun.
     :raises DataError: at once, when a prompt is empty or fills the context.
     """
     sampling = sampling if sampling is not None else SamplingParams()
@@ -81,7 +83,7 @@ def generate_answers(
         row_id = index if row_ids is None else row_ids[index]
         rows.append(_Row(index, [int(token) for token in prompt], limit, _uniforms(sampling, seed, row_id, limit)))
     rows.sort(key=lambda row: (-len(row.prompt), row.index))
-    return _answers(verifier, rows, sampling, batch_size, progress)
+    return _answers(verifier, rows, sampling, batch_size, progress, stop)
 
 
 def _limit(verifier: Verifier, index: int, length: int, max_new_tokens: int) -> int:
@@ -102,7 +104,12 @@ def _uniforms(sampling: SamplingParams, seed: int, row_id: int, count: int) -> n
 
 
 def _answers(
-    verifier: Verifier, rows: list[_Row], sampling: SamplingParams, batch_size: int, progress: bool | Progress
+    verifier: Verifier,
+    rows: list[_Row],
+    sampling: SamplingParams,
+    batch_size: int,
+    progress: bool | Progress,
+    stop: Callable[[], bool] | None,
 ) -> Iterator[tuple[int, list[int]]]:
     waiting = deque(rows)
     running: list[_Row] = []
@@ -111,6 +118,9 @@ def _answers(
     finished = tokens = 0
     with _reporter(progress, len(rows)) as report:
         while waiting or running:
+            if stop is not None and stop():
+                yield from ((row.index, row.answer) for row in running if row.answer)
+                return
             joining = [waiting.popleft() for _ in range(min(batch.room, len(waiting)))]
             if joining:
                 batch.add([row.prompt[:-1] for row in joining])

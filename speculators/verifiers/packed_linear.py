@@ -8,12 +8,16 @@ that was packed beforehand at nearly the cost of one row (PyTorch's own compiler
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 __all__ = ["PackedLinear", "can_pack", "pack_linears"]
+
+# Looked up once: each of these names costs a microsecond, and a decoding step has hundreds of products.
+_product: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 # Rows the weight is packed for; oneDNN's layouts for 8 to 1000 rows are one and the same, the one for 1 row is slower
 # at every other size.
@@ -44,15 +48,15 @@ class PackedLinear(nn.Module):
         return self._packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() == 0 or (x.requires_grad and torch.is_grad_enabled()):
-            return linear(x, self.weight, self.bias)  # the packed product has no gradient and takes no empty input
         rows = x.numel() // self.in_features
+        if rows == 0 or (x.requires_grad and torch.is_grad_enabled()):
+            return linear(x, self.weight, self.bias)  # the packed product has no gradient and takes no empty input
         if rows >= _MIN_ROWS:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
-        flat = x.view(rows, self.in_features) if x.is_contiguous() else x.reshape(rows, self.in_features)
+            return _product(x, self._packed, self.bias, "none", [], "")
+        flat = x.reshape(rows, self.in_features)
         # One row, the plain decoding step, is repeated by a stride; padding costs an operation more.
         padded = flat.expand(_MIN_ROWS, -1) if rows == 1 else pad(flat, (0, 0, 0, _MIN_ROWS - rows))
-        result = torch.ops.mkldnn._linear_pointwise.default(padded, self._packed, self.bias, "none", [], "")
+        result = _product(padded, self._packed, self.bias, "none", [], "")
         return result.narrow(0, 0, rows).view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -62,6 +66,8 @@ class PackedLinear(nn.Module):
 @cache
 def can_pack() -> bool:
     """Whether this PyTorch build packs float32 weights and multiplies by them correctly."""
+    if _product is None:
+        return False
     try:
         with torch.no_grad():
             layer = nn.Linear(32, 48)

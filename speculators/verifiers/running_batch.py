@@ -7,7 +7,7 @@ mask hides; its position ids are its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -149,4 +149,5 @@ class _DynamicBatch:
         with torch.inference_mode():
             self._mask = self._mask[keep]
             if keep:
-                self._cache.reorder_cache(torch.tensor(keep, device=self._mask.device))  # every kind of layer has this one
+                # Every kind of layer can reorder; not every kind can select.
+                self._cache.reorder_cache(cast(torch.LongTensor, torch.tensor(keep, device=self._mask.device)))

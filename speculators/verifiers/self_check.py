@@ -70,7 +70,7 @@ def check_states(final: Tensor, row: Row, head: FullHead, verifier: Verifier, *,
     """
     # Spread over the row: a wrong norm shows at any position, wrong tokens only after the first of them.
     positions = torch.linspace(0, len(row) - 1, min(MAX_POSITIONS, len(row))).long().unique()
-    ids = torch.from_numpy(row.input_ids).to(verifier.device).view(1, -1)
+    ids = torch.tensor(row.input_ids, device=verifier.device).view(1, -1)
     with verifier.lock:
         own = verifier.logits(ids, keep=positions.to(verifier.device))[0]
     expected = own.double().softmax(dim=-1).cpu()

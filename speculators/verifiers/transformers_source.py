@@ -89,7 +89,7 @@ class TransformersSource:
 
     @torch.no_grad()
     def _run(self, rows: Sequence[Row]) -> list[HiddenStates]:
-        ids = [torch.from_numpy(row.input_ids) for row in rows]
+        ids = [torch.tensor(row.input_ids) for row in rows]  # a copy: rows of a data set are read-only views
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._verifier.device)
         with self._verifier.lock, self._capture.recording():
             final: Tensor = self._verifier.states(padded)
