@@ -14,12 +14,12 @@ from speculators.pipelines.run_folder import AppendedRecords
 
 __all__ = ["RenderedPrompt", "collect_answers", "rows_of"]
 
-#: Answers a list of prompts: yields (place in the list, answer ids) in any order. The second argument is to be called now and
-#: then, for the progress bar.
-AnswerBatch = Callable[[Sequence[list[int]], Callable[[], None]], Iterable[tuple[int, Sequence[int]]]]
+#: Answers a list of prompts: yields (place in the list, answer ids) in any order. The second argument is to be asked before
+#: every step; once it returns true, the answers begun are yielded as they are and no more are begun.
+AnswerBatch = Callable[[Sequence[list[int]], Callable[[], bool]], Iterable[tuple[int, Sequence[int]]]]
 
-#: A batch smaller than this costs nearly as much as a full one and is not worth the time.
-MIN_BATCH = 8
+#: Later calls get a little more than what the time is expected to hold, lest the batch run empty before the time is up.
+SURPLUS = 1.1
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,15 @@ def collect_answers(
     seconds: float,
     advance: Callable[[float], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Answer prompts, batch after batch in the given order, until all are answered or the time is up.
+    """Answer prompts in the given order until all are answered or the time is up.
 
-    Every answer is appended to the JSONL file ``path`` when it is done; a rerun goes on behind those, its time counted from
-    what they had used. A batch is begun only if the slowest one so far would still fit, smaller if need be.
+    The first call answers one batch and shows the speed; later ones answer what the rest of the time is expected to hold,
+    so that the running batch stays full. Answers that the end of the time cuts short are kept: a prefix of an answer is the
+    verifier's own, too. Every answer is appended to the JSONL file ``path`` when it is done; a rerun goes on behind those,
+    its time counted from what they had used.
 
-    :param answer: answers a batch of prompts.
+    :param answer: answers some prompts.
+    :param batch: prompts of the first call.
     :param advance: told the share of the work done so far, 0 to 1 (of the prompts or of the time, whichever is further).
     :returns: all records: ``index``, ``domain``, ``prompt_ids``, ``answer_ids``, ``seconds`` used so far.
     """
@@ -53,32 +56,26 @@ def collect_answers(
         done = {record["index"] for record in log.records}
         used_before = max((record["seconds"] for record in log.records), default=0.0)
         began = time.monotonic()
-        waiting = [prompt for prompt in prompts if prompt.index not in done]
 
-        def used_seconds() -> float:
+        def used() -> float:
             return used_before + time.monotonic() - began
 
-        def tick() -> None:
-            advance(min(1.0, max(used_seconds() / seconds, len(log.records) / len(prompts))))
+        def tick() -> bool:
+            advance(min(1.0, max(used() / seconds, len(log.records) / max(len(prompts), 1))))
+            return used() >= seconds
 
-        per_prompt = 0.0
-        while waiting:
-            used = used_seconds()
-            size = min(batch, len(waiting))
-            if log.records and per_prompt > 0:
-                # Time goes with the steps of a batch more than with its rows, so a half batch saves less than half.
-                size = min(size, int((seconds - used) / per_prompt))
-            if used >= seconds or size < min(MIN_BATCH, len(waiting)):
-                break
+        waiting = [prompt for prompt in prompts if prompt.index not in done]
+        while waiting and (used() < seconds or not log.records):
+            size = batch
+            if log.records:
+                size = max(batch, int(SURPLUS * len(log.records) * (seconds - used()) / max(used(), 1e-6)))
             chosen, waiting = waiting[:size], waiting[size:]
-            batch_began = time.monotonic()
             for place, ids in answer([prompt.ids for prompt in chosen], tick):
                 prompt = chosen[place]
                 if len(ids):
                     record = {"index": prompt.index, "domain": prompt.domain, "prompt_ids": prompt.ids}
-                    log.append(record | {"answer_ids": [int(token) for token in ids], "seconds": round(used_seconds(), 2)})
-                tick()
-            per_prompt = max(per_prompt, (time.monotonic() - batch_began) / size)
+                    log.append(record | {"answer_ids": [int(token) for token in ids], "seconds": round(used(), 2)})
+        tick()
         return log.records
 
 

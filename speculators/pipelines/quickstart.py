@@ -136,10 +136,8 @@ class _Quickstart:
             prompts = [prompt for prompt in prompts if len(prompt.ids) + longest <= verifier.context_length]
         finished = self.folder.product("generate") is not None
 
-        def answer(batch: Sequence[list[int]], tick: Callable[[], None]) -> Iterable[tuple[int, Sequence[int]]]:
-            return generate_answers(
-                verifier, batch, longest, batch_size=settings.generate_batch, progress=lambda finished, tokens: tick()
-            )
+        def answer(batch: Sequence[list[int]], tick: Callable[[], bool]) -> Iterable[tuple[int, Sequence[int]]]:
+            return generate_answers(verifier, batch, longest, batch_size=settings.generate_batch, stop=tick)
 
         began = time.monotonic()
         with self._bar("answer prompts", shown=not finished) as advance:
@@ -237,12 +235,14 @@ class _Quickstart:
             total_seq_len=settings.total_seq_len,
             max_anchors=settings.max_anchors,
             hidden_states_dtype="float32",
+            optimizer="adamw",
             lr=settings.learning_rate,
             scheduler_type="cosine",
             epochs=1000,
             time_limit_minutes=minutes,
             checkpoint_freq=1000,
-            checkpoint_steps=50,
+            checkpoint_steps=200,
+            val_freq=2,
             checkpoint_dtype="float32",
             save_best=True,
             save_path=str(self.path),

@@ -13,7 +13,7 @@ from speculators.pipelines.answers import RenderedPrompt, collect_answers, rows_
 PROMPTS = [RenderedPrompt(index, "chat", [index, 1]) for index in range(20)]
 
 
-def echo(prompts: Sequence[list[int]], tick: Callable[[], None]) -> Iterator[tuple[int, list[int]]]:
+def echo(prompts: Sequence[list[int]], tick: Callable[[], bool]) -> Iterator[tuple[int, list[int]]]:
     """Answers in reverse order."""
     for place in reversed(range(len(prompts))):
         yield place, [prompts[place][0], 7]
@@ -30,7 +30,7 @@ def test_all_are_answered_and_rows_are_in_the_prompts_order(tmp_path: Path) -> N
 def test_a_kill_loses_only_what_was_not_done(tmp_path: Path) -> None:
     asked: list[int] = []
 
-    def dies(prompts: Sequence[list[int]], tick: Callable[[], None]) -> Iterator[tuple[int, list[int]]]:
+    def dies(prompts: Sequence[list[int]], tick: Callable[[], bool]) -> Iterator[tuple[int, list[int]]]:
         for place, prompt in enumerate(prompts):
             if len(asked) == 11:
                 raise KeyboardInterrupt
@@ -41,7 +41,7 @@ def test_a_kill_loses_only_what_was_not_done(tmp_path: Path) -> None:
         collect_answers(tmp_path / "a.jsonl", PROMPTS, dies, batch=8, seconds=60)
     again: list[int] = []
 
-    def counted(prompts: Sequence[list[int]], tick: Callable[[], None]) -> Iterator[tuple[int, list[int]]]:
+    def counted(prompts: Sequence[list[int]], tick: Callable[[], bool]) -> Iterator[tuple[int, list[int]]]:
         again.extend(prompt[0] for prompt in prompts)
         return echo(prompts, tick)
 
@@ -50,20 +50,31 @@ def test_a_kill_loses_only_what_was_not_done(tmp_path: Path) -> None:
     assert sorted(again) == list(range(11, 20))
 
 
-def test_the_time_is_kept_over_reruns(tmp_path: Path) -> None:
-    def slow(prompts: Sequence[list[int]], tick: Callable[[], None]) -> Iterator[tuple[int, list[int]]]:
+def test_the_time_is_kept_over_reruns_and_cut_answers_are_kept(tmp_path: Path) -> None:
+    stopped: list[bool] = []
+
+    def slow(prompts: Sequence[list[int]], tick: Callable[[], bool]) -> Iterator[tuple[int, list[int]]]:
         for answer in echo(prompts, tick):
             time.sleep(0.01)
             yield answer
+            if tick():
+                stopped.append(True)
+                return
 
     prompts = [RenderedPrompt(index, "chat", [index, 1]) for index in range(200)]
     first = collect_answers(tmp_path / "a.jsonl", prompts, slow, batch=10, seconds=0.4)
     assert 10 <= len(first) <= 45
-    assert len(collect_answers(tmp_path / "a.jsonl", prompts, slow, batch=10, seconds=0.4)) <= 45
+    assert stopped == [True]
+    assert len(collect_answers(tmp_path / "a.jsonl", prompts, slow, batch=10, seconds=0.4)) == len(first)
+
+
+def test_nothing_to_answer(tmp_path: Path) -> None:
+    collect_answers(tmp_path / "a.jsonl", PROMPTS[:3], echo, batch=8, seconds=60)
+    assert len(collect_answers(tmp_path / "a.jsonl", [], echo, batch=8, seconds=60)) == 3
 
 
 def test_an_empty_answer_is_left_out(tmp_path: Path) -> None:
-    def silent(prompts: Sequence[list[int]], tick: Callable[[], None]) -> Iterator[tuple[int, list[int]]]:
+    def silent(prompts: Sequence[list[int]], tick: Callable[[], bool]) -> Iterator[tuple[int, list[int]]]:
         for place in range(len(prompts)):
             yield place, [] if place == 0 else [5]
 
