@@ -23,11 +23,15 @@ from speculators.models.verifier_weights import (
 
 if TYPE_CHECKING:
     from speculators.models.dflash import DFlashDraftModel
+    from speculators.models.heads import MarkovHead
 
 __all__ = ["start_from_verifier"]
 
 #: Scale that the random part of ``fc`` keeps beside the identity, so that all captured layers still take part.
 FC_NOISE = 0.1
+
+#: Standard deviation of the Markov bias at the start.
+MARKOV_BIAS_STD = 0.006
 
 
 @torch.no_grad()
@@ -36,6 +40,8 @@ def start_from_verifier(model: DFlashDraftModel, verifier: str) -> list[str]:
 
     - draft layer i takes the projections, MLP and norms of verifier layer n - L + i whose shapes agree;
     - ``norm`` takes the verifier's final norm;
+    - W1 of a Markov head takes the verifier's token embeddings along their principal directions, so that like tokens start
+      alike, at unit scale, with W2 so small that the bias still starts near zero;
     - ``fc`` passes the deepest captured layer on (identity, plus a tenth of its random values), and ``hidden_norm`` takes the
       input norm of verifier layer n - L, which is what that layer's key and value projections expect of a context row.
 
@@ -69,7 +75,23 @@ def start_from_verifier(model: DFlashDraftModel, verifier: str) -> list[str]:
     if not any(name.endswith("proj.weight") for name in taken):
         raise VerifierError(f"no layer of {verifier!r} has the shapes of this draft's layers; use --draft-init random")
     take("norm.weight", read_verifier_weights(verifier, ["norm"])["norm"])
+    markov = getattr(model, "markov_head", None)
+    if markov is not None:
+        _start_markov(markov, read_verifier_weights(verifier, ["embed_tokens"])["embed_tokens"])
+        taken.append("markov_head.markov_w1.weight")
     hidden_size = model.fc.out_features
     model.fc.weight.mul_(FC_NOISE)
     model.fc.weight[:, -hidden_size:] += torch.eye(hidden_size, dtype=model.fc.weight.dtype, device=model.fc.weight.device)
     return [*taken, "fc.weight"]
+
+
+def _start_markov(head: MarkovHead, embeddings: Tensor) -> None:
+    """W1 ``[V, R]`` from the verifier's embeddings ``[V, H]``; directions beyond H stay random."""
+    centred = embeddings.float() - embeddings.float().mean(dim=0)
+    rank = min(head.rank, centred.shape[1])
+    # Eigenvectors come in ascending order of variance.
+    directions = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)[:, :rank]
+    projected = centred @ directions
+    head.markov_w1.weight.normal_()
+    head.markov_w1.weight[:, :rank] = projected / projected.std(dim=0).clamp_min(1e-12)
+    head.markov_w2.weight.normal_(std=MARKOV_BIAS_STD / head.rank**0.5)

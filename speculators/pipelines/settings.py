@@ -32,7 +32,7 @@ class QuickstartSettings:
     markov_rank: int = 64
     # Small steps and a high rate learn fastest in minutes: at equal time, 64 anchors with AdamW reached twice the accepted
     # tokens of 128 or 256 anchors with Muon.
-    total_seq_len: int = 512
+    total_seq_len: int = 1024
     max_anchors: int = 64
     learning_rate: float = 4e-3
     decode_prompts: int = 8
