@@ -92,6 +92,7 @@ class Trainer:
         self.feeder = Feeder(config, recipe, source=source, state_shape=shape, device=device, precision=precision)
 
         self.draft = model.to(device)
+        self.draft.gradient_checkpointing = config.trainer.gradient_checkpointing
         self.teacher = teacher.to(device)
         self.trainable = [parameter for parameter in self.draft.parameters() if parameter.requires_grad]
         self.optimizers = build_optimizers(self.draft, config, bf16=precision.native_bf16)

@@ -120,7 +120,7 @@ def test_families_not_built_are_refused_by_name(family: str) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"fsdp_shard": True}, {"gradient_checkpointing": True}, {"hidden_states": "ray"}, {"draft_mrope_full_head_hack": False}],
+    [{"fsdp_shard": True}, {"hidden_states": "ray"}, {"draft_mrope_full_head_hack": False}],
 )
 def test_parts_not_built_are_refused_by_name(values: dict) -> None:
     (name,) = values

@@ -319,6 +319,19 @@ def test_however_the_states_come_the_training_is_the_same(run, verifier, tmp_pat
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
 
 
+def test_gradient_checkpointing_recomputes_and_changes_no_loss(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from speculators.models import backbone
+
+    recomputed = []
+    original = backbone.checkpoint
+    monkeypatch.setattr(backbone, "checkpoint", lambda *args, **kwargs: recomputed.append(1) or original(*args, **kwargs))
+    run("plain", epochs=1)
+    assert not recomputed
+    run("recomputing", epochs=1, gradient_checkpointing=True)
+    assert recomputed
+    assert losses(tmp_path / "recomputing") == pytest.approx(losses(tmp_path / "plain"), abs=1e-6)
+
+
 def test_states_that_are_not_the_verifiers_stop_the_training(run, verifier) -> None:
     class Shifted(RowByRowSource):
         def _row(self, row: Row) -> Any:

@@ -150,5 +150,3 @@ def check_runnable(config: TrainConfig) -> None:
         raise ConfigError("--fsdp-shard is not built yet; drop it: several processes train with DDP")
     if not config.draft.draft_mrope_full_head_hack:
         raise ConfigError("--no-draft-mrope-full-head-hack is not built yet; drop it: drafts rotate whole heads")
-    if config.trainer.gradient_checkpointing:
-        raise ConfigError("--gradient-checkpointing is not built yet; drop it, or lower --max-anchors to save memory")
