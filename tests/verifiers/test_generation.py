@@ -124,6 +124,17 @@ def test_progress_is_reported_and_the_caller_keeps_its_modes(verifier, capsys):
     assert captured.out == ""
 
 
+def test_stopping_keeps_what_was_begun(verifier):
+    given = prompts(12)
+    whole = dict(generate_answers(verifier, given, 50, batch_size=4))
+    steps = iter(range(100))
+    cut = dict(generate_answers(verifier, given, 50, batch_size=4, stop=lambda: next(steps) >= 20))
+    assert 4 <= len(cut) < 12
+    assert all(whole[index][: len(answer)] == answer for index, answer in cut.items())
+    assert any(len(answer) < len(whole[index]) for index, answer in cut.items())
+    assert dict(generate_answers(verifier, given, 50, stop=lambda: True)) == {}
+
+
 def test_float32_answers_are_repeatable(tmp_path):
     verifier = load_verifier(tiny_verifier(tmp_path))
     given = prompts(10)
