@@ -26,18 +26,18 @@ class QuickstartSettings:
     held_out_share: float = 0.1
     max_prompt_tokens: int = 256
     generate_batch: int = 64
-    draft_vocab_size: int = 4096
+    draft_vocab_size: int = 8192
     num_layers: int = 2
     block_size: int = 8
     markov_rank: int = 64
-    # Small steps and a high rate learn fastest in minutes: at equal time, 64 anchors with AdamW reached twice the accepted
-    # tokens of 128 or 256 anchors with Muon.
+    # Small steps and a high rate learn fastest in minutes: after about 90 seconds of training, validation accepted 0.32 draft
+    # tokens a round with 64 anchors and AdamW, 0.20 with 128 and Muon.
     total_seq_len: int = 1024
     max_anchors: int = 64
     learning_rate: float = 4e-3
     decode_prompts: int = 8
     decode_tokens: int = 64
-    generate_share: float = 0.16  #: of the time, for answers
+    generate_share: float = 0.28  #: of the time, for answers
     least_train_share: float = 0.2  #: of the time, for training, whatever the other steps take
 
     @property
