@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from speculators.data.files import atomic_write
 from speculators.data.prompts import Conversation, iterate_records, parse_conversation, to_prompt
 from speculators.data.rendering import (
     NothingSupervisedError,
@@ -27,6 +26,7 @@ from speculators.data.rendering import (
 from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset
 from speculators.data.vocabulary import TOKEN_FREQUENCIES, count_tokens, save_token_frequencies
 from speculators.errors import ConfigError, DataError
+from speculators.files import atomic_write
 
 __all__ = ["OUTCOMES", "Answerer", "PrepareConfig", "PrepareReport", "find_data_files", "prepare_data"]
 

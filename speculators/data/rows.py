@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from speculators.data.files import writing
 from speculators.errors import ConfigError, DataError
+from speculators.files import writing
 
 __all__ = ["AnswerRecord", "DataManifest", "Row", "RowDataset", "split_rows"]
 

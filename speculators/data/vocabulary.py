@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from speculators.data.files import atomic_write
 from speculators.data.rows import Row
 from speculators.errors import ConfigError, DataError
+from speculators.files import atomic_write
 
 __all__ = [
     "TOKEN_FREQUENCIES",

@@ -7,7 +7,6 @@ clock, prefill not counted; an *acceptance length* is tokens per round with the 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from speculators.errors import DataError
+from speculators.files import write_text_atomically
 
 __all__ = [
     "RESULTS_FILE",
@@ -179,17 +179,7 @@ def averages(benchmarks: list[BenchmarkResult]) -> list[Average]:
 def write_json_atomically(path: Path, payload: Any) -> None:
     """Write JSON so that ``path`` holds either its old content or all of the new one, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            json.dump(payload, stream, indent=2, ensure_ascii=False, allow_nan=False)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_text_atomically(path, json.dumps(payload, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_results(results: EvaluationResults, output: Path) -> Path:

@@ -15,8 +15,9 @@ from typing import Any
 import yaml
 
 from speculators.errors import ConfigError, SpeculatorsError
+from speculators.files import write_text_atomically
 from speculators.train.checkpoints import CheckpointStore
-from speculators.train.config.artifacts import save_artifacts, write_atomically
+from speculators.train.config.artifacts import save_artifacts
 from speculators.train.config.fields import setting_info
 from speculators.train.config.model import TrainConfig
 
@@ -116,7 +117,7 @@ class TrainingFolder:
         try:
             known = json.loads(path.read_text(encoding="utf-8"))["identity"]
         except FileNotFoundError:
-            write_atomically(path, json.dumps({"identity": dict(identity)}, indent=1))
+            write_text_atomically(path, json.dumps({"identity": dict(identity)}, indent=1))
             return
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path} is not a readable run state; choose another --save-path") from None
@@ -140,7 +141,7 @@ class TrainingFolder:
         """Note down a value that a resumed run must share."""
         path = self.path / _IDENTITY
         content = json.loads(path.read_text(encoding="utf-8"))
-        write_atomically(path, json.dumps({**content, key: value}, indent=1))
+        write_text_atomically(path, json.dumps({**content, key: value}, indent=1))
 
     def write_artifacts(self, config: TrainConfig) -> None:
         """``run.yaml`` and ``train_command.txt``."""
@@ -180,7 +181,7 @@ class MetricsFile:
                 continue
             if record.get("global_step", 0) <= global_step:
                 kept.append(line)
-        write_atomically(self.path, "".join(line + "\n" for line in kept))
+        write_text_atomically(self.path, "".join(line + "\n" for line in kept))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one record."""

@@ -9,33 +9,21 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speculators.files import write_text_atomically
+
 if TYPE_CHECKING:
     from speculators.train.config.model import TrainConfig
 
-__all__ = ["save_artifacts", "write_atomically"]
+__all__ = ["save_artifacts"]
 
 _PACKAGES = ("speculators", "torch", "transformers", "accelerate", "safetensors")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader, or a crash, sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def save_artifacts(config: TrainConfig, directory: Path) -> None:
     """Write ``run.yaml`` (non-default settings) and ``train_command.txt`` (time, commit, versions, command)."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / "run.yaml", config.dump_yaml())
-    write_atomically(directory / "train_command.txt", command_record(config))
+    write_text_atomically(directory / "run.yaml", config.dump_yaml())
+    write_text_atomically(directory / "train_command.txt", command_record(config))
 
 
 def command_record(config: TrainConfig) -> str:
