@@ -36,6 +36,7 @@ class PackedBatch:
     final_states: Tensor | None = None  #: ``[T, H]``, the verifier's last state (pre- or post-norm as the source says)
     supervised: int = 0  #: supervised tokens that a block can predict
     covered: int = 0  #: those that a counted prediction of ``anchors`` predicts
+    num_depths: int | None = None  #: tokens to predict per block, from depth 0 on; as many as the layout has when None
 
     @property
     def num_tokens(self) -> int:

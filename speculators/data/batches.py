@@ -96,6 +96,7 @@ def build_batch(
         anchors=anchors,
         supervised=coverage.supervised,
         covered=coverage.covered,
+        num_depths=num_depths,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["describe_machine", "engine_name"]
+__all__ = ["describe_machine", "engine_name", "peak_memory_gib"]
 
 
 def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -34,6 +35,16 @@ def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
 def engine_name() -> str:
     """Name and version of the decoder that made the figures: this library's own."""
     return f"speculators {metadata.version('speculators')}"
+
+
+def peak_memory_gib() -> float | None:
+    """Most memory that this process has held at once, in GiB; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 2)
 
 
 def _processor() -> str:

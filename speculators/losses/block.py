@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.batch import PackedBatch
+from speculators.losses.chunked import LogitTerms, chunked_terms
 from speculators.losses.config import LossConfig
 from speculators.losses.metrics import confidence_metrics, draft_metrics
 from speculators.losses.targets import BlockTargets, gather_block_labels
@@ -33,6 +34,10 @@ class BlockHeads(Protocol):
 
     def logits(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
         """Corrected logits (base head plus Markov bias) ``[A, N, D]`` of hidden ``[A, N, H]``, previous ids ``[A, N]``."""
+        ...
+
+    def linear_parts(self, hidden: Tensor, previous_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The same logits as pairs (input ``[A, N, k]``, weight ``[D, k]``) whose products add up to them."""
         ...
 
     def confidence_logits(self, hidden: Tensor, previous_ids: Tensor) -> Tensor | None:
@@ -102,7 +107,7 @@ def block_loss(
     config: LossConfig,
     denominators: Mapping[str, float],
     *,
-    impl: Literal["reference"] = "reference",
+    impl: Literal["reference", "chunked"] = "reference",
     metrics: bool = True,
 ) -> BlockLossOutput:
     """Loss of A blocks; see :class:`~speculators.losses.config.LossConfig` for the formula.
@@ -112,36 +117,45 @@ def block_loss(
 
     :param hidden: the draft's post-norm states of the predicting slots, ``[A, N, H]``.
     :param denominators: as from :func:`loss_denominators`, summed over the optimiser step (all batches, all ranks).
-    :param impl: implementation; all give the same values and gradients.
+    :param impl: ``reference`` reads like the formula; ``chunked`` takes the same values and gradients a few blocks at a time,
+        so that memory does not grow with their number times the vocabulary (:mod:`speculators.losses.chunked`).
     :param metrics: whether to fill in the training metrics besides the terms' own sums.
     :raises ValueError: for an unknown ``impl``.
     """
-    if impl != "reference":
-        raise ValueError(f"unknown block_loss implementation {impl!r}; use 'reference'")
-    logits = full_precision(heads.logits(hidden, targets.previous_ids))
-    confidence = heads.confidence_logits(hidden, targets.previous_ids)
-    distributions, verifier_labels = _distributions(logits, teacher, targets, config)
-    numerators, own_denominators = _terms(distributions, confidence, targets, config)
+    if impl not in ("reference", "chunked"):
+        raise ValueError(f"unknown block_loss implementation {impl!r}; use 'reference' or 'chunked'")
+    scales = {name: coefficient * _inverse(denominators[name]) for name, coefficient in config.loss_fn.items()}
 
-    coefficients = dict(config.loss_fn)
+    def evaluate(logits: Tensor, blocks: slice) -> LogitTerms:
+        return _logit_terms(full_precision(logits), teacher, targets.blocks(blocks), config, scales, metrics)
+
+    if impl == "chunked":
+        terms = chunked_terms(heads.linear_parts(hidden, targets.previous_ids), evaluate)
+    else:
+        terms = evaluate(heads.logits(hidden, targets.previous_ids), slice(None))
+    loss, numerators, coefficients = terms.loss, terms.numerators, dict(config.loss_fn)
+
+    confidence = heads.confidence_logits(hidden, targets.previous_ids)
     if confidence is not None:
         coefficients[CONFIDENCE] = config.confidence_alpha
-    loss = logits.new_zeros(())
-    for name, coefficient in coefficients.items():
-        denominator = denominators[name]
-        loss = loss + numerators[name] * (coefficient / denominator if denominator > 0 else 0.0)
+        numerator = _confidence_term(confidence, terms.acceptance, targets.counts, config)
+        loss = loss + numerator * (config.confidence_alpha * _inverse(denominators[CONFIDENCE]))
+        numerators[CONFIDENCE] = numerator.detach()
 
     with torch.no_grad():
-        sums = {name: (numerators[name].detach(), own_denominators[name]) for name in coefficients}
-        sums["loss"] = _loss_pair(sums, coefficients, own_denominators[CONFIDENCE])
+        own = {name: value.to(loss.dtype) for name, value in _own_denominators(targets, config).items()}
+        sums = {name: (numerators[name], own[name]) for name in coefficients}
+        sums["loss"] = _loss_pair(sums, coefficients, own[CONFIDENCE])
         if metrics:
-            acceptance = distributions.acceptance.detach()
-            correct = logits.detach().argmax(dim=-1) == verifier_labels
-            sums |= draft_metrics(acceptance, correct, targets.counts)
+            sums |= draft_metrics(terms.acceptance, terms.correct, targets.counts)
             if confidence is not None:
                 predicted = full_precision(confidence.detach()).sigmoid()
-                sums |= confidence_metrics(predicted, acceptance, targets.counts)
+                sums |= confidence_metrics(predicted, terms.acceptance, targets.counts)
     return BlockLossOutput(loss=loss, sums=sums)
+
+
+def _inverse(denominator: float) -> float:
+    return 1 / denominator if denominator > 0 else 0.0
 
 
 def _term_mask(name: str, counts: Tensor, label_draft_ids: Tensor | None, config: LossConfig) -> Tensor:
@@ -178,30 +192,55 @@ def _distributions(
     return Distributions(log_q=log_q, log_p=log_p.to(log_q.dtype), labels=labels, outside=outside), verifier_labels
 
 
-def _terms(
-    distributions: Distributions, confidence: Tensor | None, targets: BlockTargets, config: LossConfig
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """sum(weight * count * term) with gradient and this batch's own denominator, by term, the confidence term included."""
-    counts, dtype = targets.counts, distributions.log_q.dtype
-    decay = decay_weights(counts.shape[-1], config.gamma, device=counts.device).to(dtype)
-    weighted = config.normalization == "weight"
-    zero = distributions.log_q.new_zeros(())
-    numerators, denominators = {}, {}
-    for name in config.loss_fn:
-        mask = _term_mask(name, counts, targets.label_draft_ids, config)
+def _logit_terms(
+    logits: Tensor,
+    teacher: TeacherHead,
+    targets: BlockTargets,
+    config: LossConfig,
+    scales: Mapping[str, float],
+    metrics: bool,
+) -> LogitTerms:
+    """Everything that reads the logits ``[A, N, D]``: the terms, each times its scale, and acceptance and accuracy."""
+    distributions, verifier_labels = _distributions(logits, teacher, targets, config)
+    decay = decay_weights(targets.counts.shape[-1], config.gamma, device=targets.counts.device).to(logits.dtype)
+    loss = zero = logits.new_zeros(())
+    numerators = {}
+    for name, scale in scales.items():
+        mask = _term_mask(name, targets.counts, targets.label_draft_ids, config)
         elementwise = TERMS[name](distributions)
         if config.per_position_weight == "dpace":
-            weights, term_weighted = dpace_weights(elementwise, mask, config.dpace_alpha), False
+            weights = dpace_weights(elementwise, mask, config.dpace_alpha)
         else:
-            weights, term_weighted = decay.expand_as(elementwise), weighted
-        numerators[name] = torch.where(mask, elementwise * weights, zero).sum()
-        denominators[name] = ((mask * decay) if term_weighted else mask).sum().to(dtype)
-    denominators[CONFIDENCE] = ((counts * decay) if weighted else counts).sum().to(dtype)
-    if confidence is not None:
-        target = distributions.acceptance.detach()
-        elementwise = F.binary_cross_entropy_with_logits(confidence.to(dtype), target.clamp(0, 1), reduction="none")
-        numerators[CONFIDENCE] = torch.where(counts, elementwise * decay, zero).sum()
-    return numerators, denominators
+            weights = decay.expand_as(elementwise)
+        numerator = torch.where(mask, elementwise * weights, zero).sum()
+        loss = loss + numerator * scale
+        numerators[name] = numerator.detach()
+    with torch.no_grad():
+        acceptance = distributions.acceptance.detach()
+        correct = logits.argmax(dim=-1) == verifier_labels if metrics else torch.zeros_like(targets.counts)
+    return LogitTerms(loss, numerators, acceptance, correct)
+
+
+def _confidence_term(confidence: Tensor, acceptance: Tensor, counts: Tensor, config: LossConfig) -> Tensor:
+    """sum(weight * count * BCE) of the confidence logits ``[A, N]`` against the acceptance ``[A, N]``."""
+    decay = decay_weights(counts.shape[-1], config.gamma, device=counts.device).to(acceptance.dtype)
+    target = acceptance.clamp(0, 1)
+    elementwise = F.binary_cross_entropy_with_logits(confidence.to(target.dtype), target, reduction="none")
+    return torch.where(counts, elementwise * decay, elementwise.new_zeros(())).sum()
+
+
+def _own_denominators(targets: BlockTargets, config: LossConfig) -> dict[str, Tensor]:
+    """This batch's own denominator of every term, the confidence term included."""
+    counts = targets.counts
+    decay = decay_weights(counts.shape[-1], config.gamma, device=counts.device)
+    weighted = config.normalization == "weight"
+    term_weighted = weighted and config.per_position_weight != "dpace"
+    found = {}
+    for name in config.loss_fn:
+        mask = _term_mask(name, counts, targets.label_draft_ids, config)
+        found[name] = ((mask * decay) if term_weighted else mask).sum()
+    found[CONFIDENCE] = ((counts * decay) if weighted else counts).sum()
+    return found
 
 
 def _loss_pair(sums: Sums, coefficients: Mapping[str, float], denominator: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,18 @@ class BlockTargets:
     #: int64 ``[A, N]``: row of ``states`` of each prediction. Blocks overlap, so the verifier's head runs on far fewer rows.
     state_index: Tensor | None = None
 
+    def blocks(self, which: slice) -> BlockTargets:
+        """The targets of some blocks, with the states that they need only."""
+        if which == slice(None):
+            return self
+        if self.state_index is None:
+            states, index = self.states[which], None
+        else:
+            used, index = self.state_index[which].unique(return_inverse=True)
+            states = self.states[used]
+        ids = (self.previous_ids[which], self.label_ids[which], self.label_draft_ids[which])
+        return BlockTargets(*ids, states, self.counts[which], index)
+
 
 def _positions(batch: PackedBatch, num_depths: int, place: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Row positions ``[A, N]``, those past the row's end brought back to its last token."""

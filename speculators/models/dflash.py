@@ -234,7 +234,8 @@ class DFlashDraftModel(BlockBackbone, SpeculatorModel):
         :param denominators: of the whole optimiser step, as from :func:`speculators.losses.loss_denominators`.
         :param impl: loss implementation; ``attn_impl``: attention implementation.
         """
-        hidden = self.predicting(self.draft_hidden(batch, attn_impl=attn_impl))
+        slots = None if batch.num_depths is None else self.layout.query_slots(batch.num_depths)
+        hidden = self.predicting(self.draft_hidden(batch, slots, attn_impl))
         states = batch.final_states
         if states is not None and self.config.final_state == "pre_norm":
             states = cast(Any, teacher).normalize(states)

@@ -133,6 +133,13 @@ class DraftHeads:
         flat = torch.addmm(base.flatten(0, -2), codes.flatten(0, -2), self.markov.markov_w2.weight.t())
         return flat.view_as(base)
 
+    def linear_parts(self, hidden: Tensor, previous_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The same logits as pairs (input ``[A, N, k]``, weight ``[D, k]``) whose products add up to them."""
+        parts = [(hidden, self.lm_head.weight)]
+        if self.markov is not None:
+            parts.append((self.markov.codes(hidden, previous_ids), self.markov.markov_w2.weight))
+        return parts
+
     def confidence_logits(self, hidden: Tensor, previous_ids: Tensor) -> Tensor | None:
         """``[A, N]`` (any leading shape), or None without a confidence head."""
         if self.confidence is None:

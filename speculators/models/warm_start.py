@@ -7,6 +7,7 @@ the head's space. Nothing of the format changes; only the first values do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,10 +36,14 @@ MARKOV_BIAS_STD = 0.006
 
 
 @torch.no_grad()
-def start_from_verifier(model: DFlashDraftModel, verifier: str) -> list[str]:
+def start_from_verifier(
+    model: DFlashDraftModel, verifier: str, query_key_scales: Sequence[tuple[float, float]] | None = None
+) -> list[str]:
     """Copy into a block draft of L layers what fits of the verifier's last L layers.
 
     - draft layer i takes the projections, MLP and norms of verifier layer n - L + i whose shapes agree;
+    - where that layer does not norm its queries and keys, ``q_norm`` and ``k_norm`` take ``query_key_scales``, so that
+      attention starts as sharp as the verifier's;
     - ``norm`` takes the verifier's final norm;
     - W1 of a Markov head takes the verifier's token embeddings along their principal directions, so that like tokens start
       alike, at unit scale, with W2 so small that the bias still starts near zero;
@@ -46,6 +51,8 @@ def start_from_verifier(model: DFlashDraftModel, verifier: str) -> list[str]:
       input norm of verifier layer n - L, which is what that layer's key and value projections expect of a context row.
 
     :param verifier: folder or hub id.
+    :param query_key_scales: of these L layers, as :func:`speculators.verifiers.query_keys.query_key_scales` measures them; None
+        leaves the norms at 1, with flatter attention than the verifier's.
     :returns: names of the draft's parameters that were set.
     :raises VerifierError: nothing fits, as with latent attention and expert layers throughout.
     """
@@ -68,10 +75,17 @@ def start_from_verifier(model: DFlashDraftModel, verifier: str) -> list[str]:
 
     first = num_verifier_layers - num_layers
     for index in range(num_layers):
-        for name, value in read_layer_weights(verifier, first + index).items():
+        weights = read_layer_weights(verifier, first + index)
+        for name, value in weights.items():
             take(f"layers.{index}.{name}", value)
             if index == 0 and name == "input_layernorm.weight":
                 take("hidden_norm.weight", value)
+        if query_key_scales is not None:
+            for kind, scale in zip("qk", query_key_scales[index]):
+                norm = f"layers.{index}.self_attn.{kind}_norm.weight"
+                if norm not in taken:
+                    parameters[norm].fill_(scale)
+                    taken.append(norm)
     if not any(name.endswith("proj.weight") for name in taken):
         raise VerifierError(f"no layer of {verifier!r} has the shapes of this draft's layers; use --draft-init random")
     take("norm.weight", read_verifier_weights(verifier, ["norm"])["norm"])

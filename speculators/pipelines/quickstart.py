@@ -30,6 +30,7 @@ from speculators.errors import DataError, SpeculatorsError, VerifierError
 from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet
 from speculators.evaluation.bound import seconds_per_step
 from speculators.evaluation.command import check_lengths, drafts_of, evaluate_drafts
+from speculators.evaluation.machine import peak_memory_gib
 from speculators.evaluation.progress import progress_share
 from speculators.evaluation.results import EvaluationResults, read_results, write_json_atomically, write_results
 from speculators.evaluation.tables import markdown_table, rich_tables
@@ -234,7 +235,10 @@ class _Quickstart:
             train_data_ratio=0.95,
             total_seq_len=settings.total_seq_len,
             max_anchors=settings.max_anchors,
+            short_block_size=settings.short_block_size if settings.short_block_size < settings.block_size else None,
+            short_block_share=settings.short_block_share,
             hidden_states_dtype="float32",
+            states_cache_gib=settings.states_cache_gib,
             # On this little data the whole of p teaches more than its argmax and its overlap with q.
             loss_fn={"kl_div": 1.0},
             optimizer="adamw",
@@ -243,8 +247,8 @@ class _Quickstart:
             epochs=1000,
             time_limit_minutes=minutes,
             checkpoint_freq=1000,
-            checkpoint_steps=200,
-            val_freq=2,
+            checkpoint_steps=300,
+            val_freq=3,
             checkpoint_dtype="float32",
             save_best=True,
             save_path=str(self.path),
@@ -270,11 +274,11 @@ class _Quickstart:
             seed=settings.seed,
             progress_console=self.notes,
         )
-        results.settings |= {"quickstart": settings.record()}
+        results.settings |= {"quickstart": settings.record(), "peak_memory_gib": peak_memory_gib()}
         (self.path / "results.md").write_text(markdown_table(results), encoding="utf-8")
         write_results(results, self.path)
         self.folder.finish("decode", {"results": "results.json"})
-        self._note("decoded held-out prompts", began)
+        self._note(f"decoded held-out prompts; peak memory {results.settings['peak_memory_gib']} GiB", began)
         return results
 
     def _held_out_sets(self, verifier: Verifier, split: SplitPrompts) -> list[PromptSet]:

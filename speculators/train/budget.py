@@ -32,8 +32,9 @@ def step_budget(trainer: Trainer, minutes: float) -> int:
         return int(known)
     step, validation = _time_steps(trainer), _timed(lambda: trainer.validate(record=False))
     left = 60 * minutes * (1 - RESERVE) - trainer.seconds()
-    # Every epoch ends with a validation, and so does the run.
-    steps = int((left - validation) / (step + validation / trainer.planner.steps_per_epoch))
+    # Every val_freq-th epoch ends with a validation, and so does the run.
+    steps_between = trainer.planner.steps_per_epoch * trainer.config.trainer.val_freq
+    steps = int((left - validation) / (step + validation / steps_between))
     budget = _smallest(trainer, max(1, steps))
     main_first(trainer.accelerator, lambda: trainer.folder.record(_KEY, budget))
     return budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class DraftInputs:
 
     :param final_state: of the source's last states.
     :param training_answers: how the data's answers were made, for the checkpoint.
+    :param measure_scales: :func:`~speculators.verifiers.query_keys.query_key_scales` of layers, by indices and head size.
     """
 
     verifier_path: str
@@ -55,6 +57,7 @@ class DraftInputs:
     mask_token_id: int
     final_state: str
     training_answers: dict[str, Any] | None = None
+    measure_scales: Callable[[Sequence[int], int], list[tuple[float, float]] | None] | None = None
 
 
 def checkpoint_config(config: TrainConfig) -> DFlashSpeculatorConfig | None:
@@ -115,8 +118,17 @@ def build_draft(
         torch.manual_seed(config.seed)
         fresh: Any = SpeculatorModel.from_verifier(draft_config, t2d=t2d, d2t=d2t, verifier=inputs.verifier_path)
         if config.draft.draft_init == "verifier":
-            start_from_verifier(fresh, inputs.verifier_path)
+            start_from_verifier(fresh, inputs.verifier_path, _query_key_scales(fresh, inputs))
     return fresh.train()
+
+
+def _query_key_scales(model: Any, inputs: DraftInputs) -> list[tuple[float, float]] | None:
+    """Of the verifier's last layers, those that ``model``'s start from."""
+    last = text_config(inputs.verifier_config).num_hidden_layers
+    layers = range(last - len(model.layers), last)
+    if inputs.measure_scales is None or layers[0] < 0:
+        return None
+    return inputs.measure_scales(layers, model.layers[0].self_attn.head_dim)
 
 
 def _run_values(config: TrainConfig, inputs: DraftInputs) -> dict[str, Any]:

@@ -10,12 +10,16 @@ import torch
 
 from speculators.batch import PackedBatch
 from speculators.data import PackedRow, Row, RowDataset, batch_rows, build_batch, deal, plan_epoch, plan_steps
+from speculators.errors import ConfigError
+from speculators.layout import BlockLayout
 from speculators.train.config.model import TrainConfig
 
 __all__ = ["Recipe", "StepPlanner", "add_noise", "plan_validation"]
 
 #: First word of the random stream of noise; see :mod:`speculators.data.packing`.
 NOISE_STREAM = 0x401E
+#: The same, of the choice which packed rows train short blocks.
+SHORT_STREAM = 0x5407
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +31,47 @@ class Recipe:
     max_anchors: int
     per: Literal["row", "document"]
     seed: int
-    num_depths: int  #: N, predicted tokens per block
+    layout: BlockLayout
+    short: BlockLayout | None = None  #: layout of the short blocks; None without any
+    short_share: float = 0.0  #: of the packed rows, to train on short blocks
 
     @classmethod
-    def from_config(cls, config: TrainConfig, dataset: RowDataset, num_depths: int) -> Recipe:
+    def from_config(cls, config: TrainConfig, dataset: RowDataset, layout: BlockLayout) -> Recipe:
+        """:raises ConfigError: when the short blocks are not shorter than the draft's."""
         data = config.data
-        return cls(dataset, data.total_seq_len, data.max_anchors, data.max_anchors_per, config.seed, num_depths)
+        short = None
+        if data.short_block_size is not None:
+            short = BlockLayout(data.short_block_size, layout.sample_from_anchor)
+            if short.block_size >= layout.block_size:
+                raise ConfigError(
+                    f"--short-block-size {short.block_size} is not below the draft's block size {layout.block_size}; lower it"
+                )
+        share = data.short_block_share if short is not None else 0.0
+        return cls(dataset, data.total_seq_len, data.max_anchors, data.max_anchors_per, config.seed, layout, short, share)
 
     def batch(self, packed: PackedRow, epoch: int) -> PackedBatch:
-        """The packed row with this epoch's anchors, without verifier states."""
-        return build_batch(self.dataset, packed, self.seq_len, self.max_anchors, self.per, self.seed, epoch, self.num_depths)
+        """The packed row with this epoch's anchors, without verifier states.
+
+        A packed row of short blocks has as many anchors more as its blocks have slots less: the same arithmetic.
+        """
+        if not self._trains_short(packed, epoch):
+            return self.whole_blocks(packed, epoch)
+        assert self.short is not None
+        max_anchors = self.max_anchors * self.layout.block_size // self.short.block_size
+        return self._build(packed, epoch, max_anchors, self.short)
+
+    def whole_blocks(self, packed: PackedRow, epoch: int) -> PackedBatch:
+        """The packed row with whole blocks only, as validation measures them."""
+        return self._build(packed, epoch, self.max_anchors, self.layout)
+
+    def _build(self, packed: PackedRow, epoch: int, max_anchors: int, layout: BlockLayout) -> PackedBatch:
+        depths = layout.max_draft_tokens
+        return build_batch(self.dataset, packed, self.seq_len, max_anchors, self.per, self.seed, epoch, depths)
+
+    def _trains_short(self, packed: PackedRow, epoch: int) -> bool:
+        if self.short is None or not packed:
+            return False
+        return bool(np.random.default_rng([SHORT_STREAM, self.seed, epoch, packed[0]]).random() < self.short_share)
 
     def rows(self, packed: PackedRow) -> list[Row]:
         """What a hidden-states source is asked for."""

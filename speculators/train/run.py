@@ -7,6 +7,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from speculators.train.run_folder import TrainingFolder
 from speculators.train.trainer import Trainer
 from speculators.train.vocabulary import choose_mapping, choose_mask_token
 from speculators.verifiers.loading import Verifier, load_verifier
+from speculators.verifiers.query_keys import query_key_scales
 from speculators.verifiers.self_check import check_source
 from speculators.verifiers.source import CachedSource, HiddenStateSource, length_groups
 from speculators.verifiers.transformers_source import TransformersSource
@@ -162,12 +164,14 @@ def _draft(config: TrainConfig, split: _Split, verifier: Verifier) -> Any:
         start=start,
     )
     answers = split.dataset.manifest.answers
+    sample = torch.from_numpy(np.asarray(split.dataset.row(int(split.train_ids[0])).input_ids, dtype=np.int64))
     inputs = DraftInputs(
         config.verifier.verifier_name_or_path,
         verifier.config,
         mask_token,
         _wanted_final_state(config) or "post_norm",
         answers.model_dump() if answers is not None else None,
+        partial(query_key_scales, verifier, sample[: verifier.context_length]),
     )
     return build_draft(config, inputs, mapping, start)
 

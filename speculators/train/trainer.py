@@ -84,7 +84,7 @@ class Trainer:
         self._impl, self._attn_impl = loss_impl(config), attention_impl(config)
 
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
-        recipe = Recipe.from_config(config, dataset, model.layout.max_draft_tokens)
+        recipe = Recipe.from_config(config, dataset, model.layout)
         self.planner = StepPlanner(recipe, train_ids, world * config.trainer.gradient_accumulation_steps, world, rank)
         self.validation_rows = plan_validation(recipe, val_ids, world, rank) if len(val_ids) else []
         hidden_size = model.config.transformer_layer_config.hidden_size
@@ -246,7 +246,8 @@ class Trainer:
         """The step's denominators over all processes, and whether any of them wants to stop after it."""
         totals: dict[str, float] = {}
         for batch in batches:
-            found = batch_denominators(batch, self.planner.recipe.num_depths, self.draft.verifier_to_draft, self.loss_config)
+            depths = batch.num_depths or self.draft.layout.max_draft_tokens
+            found = batch_denominators(batch, depths, self.draft.verifier_to_draft, self.loss_config)
             for name, value in found.items():
                 totals[name] = totals.get(name, 0.0) + value
         limit = self.config.trainer.time_limit_minutes
@@ -270,7 +271,7 @@ class Trainer:
         with bar("Validation", len(self.validation_rows), shown=self._shown and record, passing=True) as done:
             for index, packed in enumerate(self.validation_rows):
                 # The same anchors every time, so that epochs can be compared.
-                batch = self.feeder.attach(self.planner.recipe.batch(packed, 0), answers)
+                batch = self.feeder.attach(self.planner.recipe.whole_blocks(packed, 0), answers)
                 with self._autocasting():
                     found = validation_sums(
                         self.draft, batch, self.teacher, self.loss_config, impl=self._impl, attn_impl=self._attn_impl

@@ -5,11 +5,15 @@ import torch
 from safetensors.torch import load_file
 
 from speculators.config import VerifierConfig
+from speculators.data.rows import Row
 from speculators.errors import VerifierError
 from speculators.models import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.models.draft_config import build_draft_config
 from speculators.models.verifier_weights import read_verifier_config
 from speculators.models.warm_start import start_from_verifier
+from speculators.verifiers.loading import load_verifier
+from speculators.verifiers.query_keys import query_key_scales
+from speculators.verifiers.transformers_source import TransformersSource
 from tests.tiny import tiny_verifier
 
 
@@ -37,6 +41,27 @@ def test_takes_the_last_layers_and_the_final_norm(verifier):
     assert torch.equal(ours["norm.weight"], theirs["model.norm.weight"])
     assert torch.equal(ours["hidden_norm.weight"], theirs["model.layers.2.input_layernorm.weight"])
     assert "layers.0.self_attn.q_norm.weight" not in taken  # a llama verifier has none
+
+
+def test_norms_take_the_size_of_the_verifiers_queries_and_keys(verifier):
+    loaded = load_verifier(verifier)
+    tokens = torch.randint(0, loaded.vocab_size, (24,), generator=torch.Generator().manual_seed(0))
+    model = draft_of(verifier)
+    head_dim = model.layers[0].self_attn.head_dim
+    scales = query_key_scales(loaded, tokens, [2, 3], head_dim)
+    start_from_verifier(model, verifier, scales)
+    states = (
+        TransformersSource(loaded, (2, 3)).fetch([Row(0, tokens.numpy(), torch.ones(24, dtype=torch.bool).numpy())])[0].features
+    )
+    for index, layer in enumerate((2, 3)):
+        decoder = loaded.parts.layers[layer]
+        normed = decoder.input_layernorm(states[1:, index])
+        for kind, place in (("q", 0), ("k", 1)):
+            heads = getattr(decoder.self_attn, f"{kind}_proj")(normed).unflatten(-1, (-1, head_dim))
+            expected = float(heads.square().mean(dim=-1).sqrt().mean())
+            assert scales[index][place] == pytest.approx(expected, rel=1e-4)
+            norm = getattr(model.layers[index].self_attn, f"{kind}_norm").weight
+            torch.testing.assert_close(norm.detach(), torch.full_like(norm, expected), rtol=1e-4, atol=0)
 
 
 def test_fc_passes_the_deepest_captured_layer(verifier):

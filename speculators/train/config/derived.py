@@ -108,10 +108,12 @@ def check_consistency(config: TrainConfig) -> None:
     if config.speculator_type in _BLOCK_FAMILIES:
         from speculators.layout import BlockLayout
 
-        try:
-            BlockLayout(derived.block_size, derived.sample_from_anchor)
-        except ValueError as error:
-            raise ConfigError(f"--block-size: {error}") from None
+        for flag, size in (("--block-size", derived.block_size), ("--short-block-size", config.data.short_block_size)):
+            try:
+                if size is not None:
+                    BlockLayout(size, derived.sample_from_anchor)
+            except ValueError as error:
+                raise ConfigError(f"{flag}: {error}") from None
         if derived.per_position_loss_weight == "dpace" and set(derived.loss_fn) != {"ce"}:
             if config.given("per_position_loss_weight"):
                 raise ConfigError("--per-position-loss-weight dpace needs --loss-fn ce")

@@ -115,6 +115,12 @@ class DataSettings(Group):
     prefetch_factor: int = setting(4, "Packed rows whose states are made ahead of the draft.", ge=1, cosmetic=True)
     max_anchors: int = setting(512, "Anchors (blocks) drawn per packed row or document.", ge=1)
     max_anchors_per: Literal["row", "document"] = setting("row", "What --max-anchors counts for.", own=True)
+    short_block_size: int | None = setting(
+        None, "Slots of the short blocks; their rows have as many more anchors.", families=_BLOCKS, own=True, ge=1
+    )
+    short_block_share: float = setting(
+        0.5, "Share of the packed rows to train on short blocks.", families=_BLOCKS, own=True, ge=0.0, le=1.0
+    )
     states_cache_gib: float = setting(4.0, "Keep all hidden states in memory if they fit in this many GiB.", own=True, ge=0.0)
     capture_batch_tokens: int = setting(4096, "Tokens per verifier batch while capturing.", own=True, ge=1)
 
