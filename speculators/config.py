@@ -21,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 from transformers import PretrainedConfig
 
 from speculators.errors import ConfigError
+from speculators.files import write_text_atomically
 from speculators.proposals import TokenProposalConfig
 
 __all__ = ["SpeculatorModelConfig", "SpeculatorsConfig", "UnsupportedCheckpointError", "VerifierConfig", "reload_schemas"]
@@ -313,7 +314,7 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
             raise ConfigError("save_pretrained writes a folder only; push it with `hf upload`")
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(self.to_json_string(), encoding="utf-8")
+        write_text_atomically(folder / "config.json", self.to_json_string())
 
 
 def reload_schemas() -> None:

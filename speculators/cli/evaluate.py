@@ -15,7 +15,10 @@ def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of the draft's checkpoint.", show_default=False)],
     data: Annotated[
         list[Path],
-        typer.Option(help='JSONL of prompts: {"turns": [..]}, {"prompt": ..} or messages; repeatable.', show_default=False),
+        typer.Option(
+            help='JSONL of prompts: {"turns": [..]} (first turn), {"prompt": ..} or messages; repeatable.',
+            show_default=False,
+        ),
     ],
     verifier: Annotated[
         str | None, typer.Option(help="Folder of the verifier; the one named in the checkpoint by default.")
@@ -49,8 +52,10 @@ def evaluate(
     from rich.console import Console
 
     from speculators.cli.arguments import parse_counts
-    from speculators.evaluation.command import EvaluationRequest, evaluate_checkpoint
+    from speculators.evaluation.command import EvaluationRequest, check_writable, evaluate_checkpoint
+    from speculators.evaluation.results import write_results
     from speculators.evaluation.tables import rich_tables
+    from speculators.files import writing
 
     request = EvaluationRequest.checked(
         checkpoint=checkpoint,
@@ -70,5 +75,10 @@ def evaluate(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    results = evaluate_checkpoint(request, output=output, progress_console=Console(stderr=True))
-    Console().print(rich_tables(results))
+    if output is not None:
+        check_writable(output)
+    results = evaluate_checkpoint(request, progress_console=Console(stderr=True))
+    Console().print(rich_tables(results))  # first, so that a disk that fills up meanwhile costs the file only
+    if output is not None:
+        with writing(output):
+            write_results(results, output)

@@ -69,6 +69,9 @@ def prepare_data_command(
         from speculators.verifiers.loading import load_verifier
 
         verifier = load_verifier(model, trust_remote_code=trust_remote_code)
+        if verifier.context_length is not None and verifier.context_length < seq_length:
+            seq_length = verifier.context_length  # a longer prompt is accounted for instead of stopping the generation
+            config = config.model_copy(update={"seq_length": seq_length})
         longest = min(max_new_tokens, seq_length - 1)
 
         def answer(prompts: list[list[int]]) -> Iterable[tuple[int, Sequence[int]]]:

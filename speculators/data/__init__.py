@@ -1,7 +1,7 @@
 """Rows: conversations, chat templates and loss masks, packing, anchors, vocabulary pruning."""
 
 from speculators.data.anchors import AnchorCoverage, sample_anchors
-from speculators.data.batches import attach_states, batch_rows, build_batch
+from speculators.data.batches import CutRows, attach_states, batch_rows, build_batch
 from speculators.data.packing import PackedRow, deal, packing_waste, plan_epoch, plan_steps
 from speculators.data.prompts import Conversation, Prompt, load_human_eval, read_conversations, read_prompts
 from speculators.data.rendering import Rendered, on_policy_row, render_conversation, render_prompt, render_rows, tokenizer_hash
@@ -22,6 +22,7 @@ __all__ = [
     "AnchorCoverage",
     "AnswerRecord",
     "Conversation",
+    "CutRows",
     "DataManifest",
     "PackedRow",
     "Prompt",

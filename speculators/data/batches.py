@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from speculators.batch import PackedBatch
 from speculators.data.anchors import AnchorBudget, sample_anchors
-from speculators.data.rows import Row
+from speculators.data.rows import Row, RowDataset
 from speculators.errors import DataError
 from speculators.layout import PAD_DOCUMENT
 
-__all__ = ["StatesOfRow", "attach_states", "batch_rows", "build_batch"]
+__all__ = ["CutRows", "StatesOfRow", "attach_states", "batch_rows", "build_batch"]
 
 
 class StatesOfRow(Protocol):
@@ -41,10 +41,30 @@ class StatesOfRow(Protocol):
         ...
 
 
+class CutRows(Sequence[Row]):
+    """A data set whose rows end after ``seq_len`` tokens: all that a training reads of them."""
+
+    def __init__(self, dataset: RowDataset, seq_len: int) -> None:
+        self._dataset = dataset
+        self._seq_len = seq_len
+        self.lengths = np.minimum(dataset.lengths, seq_len)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return _cut(self._dataset[index], self._seq_len)
+
+
 def batch_rows(dataset: Sequence[Row], row_ids: Sequence[int], seq_len: int) -> list[Row]:
     """The rows of a packed row, one longer than ``seq_len`` cut to it: what a hidden-state source is to answer."""
-    rows = [dataset[row_id] for row_id in row_ids]
-    return [Row(row.row_id, row.input_ids[:seq_len], row.loss_mask[:seq_len]) for row in rows]
+    return [_cut(dataset[row_id], seq_len) for row_id in row_ids]
+
+
+def _cut(row: Row, seq_len: int) -> Row:
+    return Row(row.row_id, row.input_ids[:seq_len], row.loss_mask[:seq_len])
 
 
 def build_batch(

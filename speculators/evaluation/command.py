@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ from speculators.errors import ConfigError, DataError, VerifierError
 from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet, Way, count_decodes, run_benchmark
 from speculators.evaluation.bound import measure_bound
 from speculators.evaluation.machine import describe_machine, engine_name
-from speculators.evaluation.progress import progress_bar
 from speculators.evaluation.results import CostBound, DraftDescription, EvaluationResults, averages, write_results
+from speculators.files import writing
 from speculators.models import SpeculatorModel
+from speculators.progress import bar
 from speculators.sampling import SamplingParams
 from speculators.verifiers.loading import load_verifier
+from speculators.verifiers.packed_linear import pack_linears
 from speculators.verifiers.session import TransformersSession
 
 if TYPE_CHECKING:
@@ -86,6 +89,17 @@ class DraftUnderTest:
     once: bool = False
 
 
+def check_writable(folder: Path) -> None:
+    """Create ``folder`` if need be and see that a file can be written in it, before any work that it is to keep.
+
+    :raises DataError: when it cannot.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
 def parse_dtype(name: str) -> torch.dtype | None:
     """A torch dtype; None for "auto", which leaves the choice to the verifier's loader.
 
@@ -99,7 +113,7 @@ def parse_dtype(name: str) -> torch.dtype | None:
 def evaluate_checkpoint(
     request: EvaluationRequest, *, output: Path | None = None, progress_console: Console | None = None
 ) -> EvaluationResults:
-    """Run the evaluation and write it to ``output`` if given.
+    """Run the evaluation and write it to ``output`` if given; that it can be written there is seen to first.
 
     All that can be refused is refused before the first decode.
 
@@ -107,6 +121,8 @@ def evaluate_checkpoint(
     :raises DataError: for prompts that cannot be read, or do not fit the verifier's context.
     :raises VerifierError: when the verifier is missing or does not fit the draft.
     """
+    if output is not None:
+        check_writable(output)
     config = SpeculatorModelConfig.from_pretrained(str(request.checkpoint))
     _check_counts(config, request)
     path = request.verifier or _named_verifier(config, request.checkpoint)
@@ -124,7 +140,8 @@ def evaluate_checkpoint(
         check_lengths(prompt_set, request.max_new_tokens, verifier.context_length)
     model = SpeculatorModel.from_pretrained(request.checkpoint, dtype=verifier.dtype, device=verifier.device, verifier=path)
     drafts = drafts_of(model, str(request.checkpoint), request.num_speculative_tokens, request.without_markov)
-    settings = BenchmarkSettings(request.max_new_tokens, request.sampling, request.repeats, verifier.eos_ids)
+    exact = verifier.dtype in (torch.float32, torch.float64)
+    settings = BenchmarkSettings(request.max_new_tokens, request.sampling, request.repeats, verifier.eos_ids, exact)
     results = evaluate_drafts(
         verifier,
         str(path),
@@ -144,8 +161,12 @@ def evaluate_checkpoint(
 def drafts_of(model: Any, path: str, counts: Sequence[int], without_markov: bool = False) -> list[DraftUnderTest]:
     """The draft of a checkpoint, and on request the same once more with its Markov head switched off.
 
+    The draft's linear layers are packed as the verifier's are (:func:`speculators.verifiers.packed_linear.pack_linears`); it is
+    not to be trained afterwards.
+
     :param counts: numbers of draft tokens for the draft itself; without the Markov head only the largest is run, once.
     """
+    pack_linears(model)
     family, layout = model.config.speculators_model_type, model.config.layout.name
     has_markov = getattr(model, "markov_head", None) is not None
 
@@ -195,10 +216,13 @@ def evaluate_drafts(
     plain, drafted = draft_ways(verifier, drafts, settings.sampling, seed, full_block)
     benchmarks = []
     total = count_decodes(sets, [plain, *drafted], settings)
-    with progress_bar("decode", total, progress_console) as advance:
+    with bar("decode", total, shown=progress_console is not None, console=progress_console) as decodes:
         for prompts in sets:
-            benchmarks.append(run_benchmark(prompts, plain, drafted, settings, advance))
+            benchmarks.append(run_benchmark(prompts, plain, drafted, settings, decodes.advance))
     longest = max((prompt for prompts in sets for prompt in prompts.prompts), key=len)
+    if verifier.context_length is not None:  # the timed passes need room behind the prompt
+        most = max(n for draft in drafts for n in draft.counts)
+        longest = longest[: max(1, verifier.context_length - most - 1)]
     bound: list[CostBound] = []
     for draft in drafts:
         session = TransformersSession(verifier, tuple(draft.drafter.layer_ids))

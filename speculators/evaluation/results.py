@@ -153,11 +153,15 @@ class EvaluationResults(_Record):
 
 
 def averages(benchmarks: list[BenchmarkResult]) -> list[Average]:
-    """The unweighted average over benchmarks of each (draft, n), drafts in order of first appearance, n ascending."""
+    """The unweighted average over benchmarks of each (draft, n), drafts in order of first appearance, n ascending.
+
+    A run without a round of drafting, whose answers all ended at their first token, measured nothing and is left out.
+    """
     by_key: dict[tuple[str, int], list[RunResult]] = {}
     for benchmark in benchmarks:
         for run in benchmark.runs:
-            by_key.setdefault((run.draft, run.n), []).append(run)
+            if run.rounds:
+                by_key.setdefault((run.draft, run.n), []).append(run)
     drafts = list(dict.fromkeys(draft for draft, _ in by_key))
     result: list[Average] = []
     for draft in drafts:
@@ -169,7 +173,7 @@ def averages(benchmarks: list[BenchmarkResult]) -> list[Average]:
                 n=n,
                 speedup=speedups[n],
                 acceptance_length=fmean(run.acceptance_length for run in by_key[draft, n]),
-                change_from_smallest_n=speedups[n] / speedups[ns[0]] - 1.0,
+                change_from_smallest_n=speedups[n] / speedups[ns[0]] - 1.0 if speedups[ns[0]] > 0 else 0.0,
             )
             for n in ns
         )

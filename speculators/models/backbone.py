@@ -197,7 +197,7 @@ class BlockBackbone(nn.Module):
 
     def context(self, features: Tensor) -> Tensor:
         """Context rows ``[T, H]`` of features ``[T, M, H]`` or ``[T, M * H]``."""
-        return self.hidden_norm(self.fc(features.flatten(1).to(self.fc.weight.dtype)))
+        return self.hidden_norm(self.fc(features.flatten(1).to(self.hidden_norm.weight.dtype)))
 
     def run_blocks(
         self,

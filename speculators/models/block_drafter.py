@@ -83,7 +83,7 @@ class BlockDrafter:
     def verifier_ids(self) -> Tensor | None:
         if not self.model.reduced_vocabulary:
             return None
-        return self.model.draft_to_verifier(torch.arange(self.model.draft_vocab_size, device=self.model.fc.weight.device))
+        return self.model.draft_to_verifier(torch.arange(self.model.draft_vocab_size, device=self.model.norm.weight.device))
 
     def start(self, num_requests: int) -> None:
         self._contexts = [_Context() for _ in range(num_requests)]
@@ -104,7 +104,7 @@ class BlockDrafter:
             raise ValueError(
                 f"expected {len(self._contexts)} requests, got {len(token_ids)} token lists and {len(features)} features"
             )
-        device = self.model.fc.weight.device
+        device = self.model.norm.weight.device
         for context, ids, states in zip(self._contexts, token_ids, features, strict=True):
             if ids.shape[0] != states.shape[0]:
                 raise ValueError(f"{ids.shape[0]} tokens came with features of {states.shape[0]}")
@@ -142,12 +142,12 @@ class BlockDrafter:
 
     def _block_hidden(self, context: _Context, anchor: int, num_slots: int) -> Tensor:
         model = self.model
-        device = model.fc.weight.device
+        device = model.norm.weight.device
         position = context.length
         start = 0 if self._reach is None else max(0, position - self._reach)
         if not context.keys:
             empty = model.context_keys_values(
-                model.fc.weight.new_zeros(0, model.fc.out_features), torch.zeros(0, dtype=torch.long, device=device)
+                model.norm.weight.new_zeros(0, model.fc.out_features), torch.zeros(0, dtype=torch.long, device=device)
             )
             context.append(empty)
         embeds = model.embed_blocks(torch.tensor([anchor], device=device), num_slots)

@@ -23,6 +23,7 @@ from speculators.errors import VerifierError
 __all__ = [
     "VerifierHead",
     "VerifierPart",
+    "has_rms_norm",
     "norm_adds_one",
     "read_layer_weights",
     "read_verifier_config",
@@ -78,7 +79,7 @@ _WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_m
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """The language model's part of a config; the config itself if it is not composite."""
-    return config.get_text_config()
+    return config.get_text_config(decoder=True)
 
 
 def norm_adds_one(config: PretrainedConfig) -> bool:
@@ -252,7 +253,7 @@ class VerifierHead(nn.Module):
         :raises VerifierError: files are missing or do not fit, or the final norm is no RMSNorm.
         """
         config = read_verifier_config(name_or_path) if config is None else config
-        if with_norm and not _has_rms_norm(text_config(config)):
+        if with_norm and not has_rms_norm(config):
             raise VerifierError(
                 f"the verifier's final norm ({text_config(config).model_type}) is a LayerNorm, which is not rebuilt here; "
                 "capture its states after the norm (post_norm)"
@@ -267,6 +268,11 @@ class VerifierHead(nn.Module):
             )
         norm = tensors["norm"].to(dtype) if with_norm else None
         return cls(weight, config, t2d, norm)
+
+    @property
+    def can_normalize(self) -> bool:
+        """Whether :meth:`normalize` can be called."""
+        return self.norm_weight is not None
 
     def normalize(self, states: Tensor) -> Tensor:
         """Final norm of *pre-norm* states ``[..., H]``, statistics in fp32 (fp64 for fp64).
@@ -297,8 +303,12 @@ class VerifierHead(nn.Module):
         return logits
 
 
-def _has_rms_norm(text: PretrainedConfig) -> bool:
-    """LayerNorm models name their epsilon differently, but for Nemotron; state-space models' RMSNorms share their name."""
+def has_rms_norm(config: PretrainedConfig) -> bool:
+    """Whether the model's final norm is an RMSNorm, which :meth:`VerifierHead.normalize` can rebuild.
+
+    LayerNorm models name their epsilon differently, but for Nemotron; state-space models' RMSNorms share their name.
+    """
+    text = text_config(config)
     named = any(getattr(text, name, None) is not None for name in ("rms_norm_eps", "norm_eps"))
     return (named and text.model_type != "nemotron") or "mamba" in text.model_type or text.model_type == "nemotron_h"
 

@@ -23,6 +23,8 @@ from speculators.models.verifier_weights import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from speculators.models.dflash import DFlashDraftModel
     from speculators.models.heads import MarkovHead
 
@@ -37,7 +39,10 @@ MARKOV_BIAS_STD = 0.006
 
 @torch.no_grad()
 def start_from_verifier(
-    model: DFlashDraftModel, verifier: str, query_key_scales: Sequence[tuple[float, float]] | None = None
+    model: DFlashDraftModel,
+    verifier: str,
+    query_key_scales: Sequence[tuple[float, float]] | None = None,
+    config: PretrainedConfig | None = None,
 ) -> list[str]:
     """Copy into a block draft of L layers what fits of the verifier's last L layers.
 
@@ -53,10 +58,11 @@ def start_from_verifier(
     :param verifier: folder or hub id.
     :param query_key_scales: of these L layers, as :func:`speculators.verifiers.query_keys.query_key_scales` measures them; None
         leaves the norms at 1, with flatter attention than the verifier's.
+    :param config: the verifier's config, if already at hand.
     :returns: names of the draft's parameters that were set.
     :raises VerifierError: nothing fits, as with latent attention and expert layers throughout.
     """
-    config = read_verifier_config(verifier)
+    config = read_verifier_config(verifier) if config is None else config
     num_verifier_layers, shift = text_config(config).num_hidden_layers, 1.0 if norm_adds_one(config) else 0.0
     num_layers = len(model.layers)
     if num_layers > num_verifier_layers:

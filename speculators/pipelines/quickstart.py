@@ -16,7 +16,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet
 from speculators.evaluation.bound import seconds_per_step
 from speculators.evaluation.command import check_lengths, drafts_of, evaluate_drafts
 from speculators.evaluation.machine import peak_memory_gib
-from speculators.evaluation.progress import progress_share
 from speculators.evaluation.results import EvaluationResults, read_results, write_json_atomically, write_results
 from speculators.evaluation.tables import markdown_table, rich_tables
 from speculators.models import SpeculatorModel
@@ -41,6 +39,7 @@ from speculators.pipelines.meaning import what_it_means
 from speculators.pipelines.prompt_split import SplitPrompts, find_prompt_files, interleave, split_prompts
 from speculators.pipelines.run_folder import RunFolder
 from speculators.pipelines.settings import QuickstartSettings
+from speculators.progress import bar
 from speculators.sampling import SamplingParams
 from speculators.train import TrainConfig, train
 from speculators.verifiers.generation import generate_answers
@@ -141,14 +140,14 @@ class _Quickstart:
             return generate_answers(verifier, batch, longest, batch_size=settings.generate_batch, stop=tick)
 
         began = time.monotonic()
-        with self._bar("answer prompts", shown=not finished) as advance:
+        with bar("answer prompts", 1.0, share=True, shown=not finished and self.notes is not None, console=self.notes) as share:
             records = collect_answers(
                 self.path / "answers.jsonl",
                 [] if finished else prompts,
                 answer,
                 batch=settings.generate_batch,
                 seconds=settings.generate_share * settings.seconds,
-                advance=advance,
+                advance=share.update,
             )
         if not records:
             raise DataError("the verifier answered no prompt; give other prompts with --prompts")
@@ -243,6 +242,7 @@ class _Quickstart:
             loss_fn={"kl_div": 1.0},
             optimizer="adamw",
             lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
             scheduler_type="cosine",
             epochs=1000,
             time_limit_minutes=minutes,
@@ -298,9 +298,6 @@ class _Quickstart:
         if self.notes is not None:
             took = f" ({time.monotonic() - began:.0f} s)" if began is not None else ""
             self.notes.print(text + took, highlight=False, soft_wrap=True)
-
-    def _bar(self, name: str, shown: bool) -> AbstractContextManager[Callable[[float], None]]:
-        return progress_share(name, self.notes if shown else None)
 
 
 def _count(domains: dict[str, list[Any]]) -> int:

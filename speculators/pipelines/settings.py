@@ -37,7 +37,8 @@ class QuickstartSettings:
     short_block_size: int = 2
     short_block_share: float = 0.7
     learning_rate: float = 3e-3
-    states_cache_gib: float = 2.5  #: of hidden states; with model, optimiser and logits the run stays below 6 GB
+    weight_decay: float = 0.2
+    states_cache_gib: float = 3.0  #: of hidden states; with model, optimiser and logits the run stays below 6 GB
     decode_prompts: int = 8
     decode_tokens: int = 64
     generate_share: float = 0.33  #: of the time, for answers
@@ -51,7 +52,7 @@ class QuickstartSettings:
     @property
     def answer_tokens(self) -> int:
         """Longest answer to a training prompt."""
-        return 192 if self.long else 128
+        return 256 if self.long else 128
 
     @property
     def decode_counts(self) -> tuple[int, ...]:

@@ -121,6 +121,12 @@ class CheckpointStore:
         """Point :data:`BEST` at a checkpoint."""
         self._link(BEST, checkpoint.path.name)
 
+    def restore_best(self, number: int | None) -> None:
+        """Point :data:`BEST` at checkpoint ``number`` again, where a kill came between its saving and :meth:`mark_best`."""
+        checkpoint = None if number is None else self._read(number)
+        if checkpoint is not None and self.best() != checkpoint.path:
+            self.mark_best(checkpoint)
+
     def prune(self, keep: set[int], mine: set[int]) -> None:
         """Remove the checkpoints in ``mine`` that are not in ``keep``, and the links that pointed at them."""
         for number in mine - keep:

@@ -118,7 +118,8 @@ def build_draft(
         torch.manual_seed(config.seed)
         fresh: Any = SpeculatorModel.from_verifier(draft_config, t2d=t2d, d2t=d2t, verifier=inputs.verifier_path)
         if config.draft.draft_init == "verifier":
-            start_from_verifier(fresh, inputs.verifier_path, _query_key_scales(fresh, inputs))
+            scales = _query_key_scales(fresh, inputs)
+            start_from_verifier(fresh, inputs.verifier_path, scales, inputs.verifier_config)
     return fresh.train()
 
 
@@ -179,7 +180,7 @@ def _decoder_config(config: TrainConfig, inputs: DraftInputs) -> PretrainedConfi
     derived, draft = derive(config), config.draft
     shape, num_layers, act = inputs.verifier_config, derived.num_layers, derived.draft_hidden_act
     if draft.draft_config:
-        shape = _read_decoder_config(draft.draft_config)
+        shape = _read_decoder_config(draft.draft_config, config.verifier.trust_remote_code)
         wanted, found = text_config(inputs.verifier_config).hidden_size, text_config(shape).hidden_size
         if wanted != found:
             raise ConfigError(f"--draft-config {draft.draft_config} has hidden_size {found}, but the verifier's is {wanted}")
@@ -197,12 +198,12 @@ def _decoder_config(config: TrainConfig, inputs: DraftInputs) -> PretrainedConfi
     return decoder
 
 
-def _read_decoder_config(source: str) -> PretrainedConfig:
+def _read_decoder_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
     try:
         if source.endswith(".json"):
             values = PretrainedConfig._dict_from_json_file(source)
             return CONFIG_MAPPING[values.pop("model_type", "qwen3")](**values)
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError):
         raise ConfigError(
             f"--draft-config {source}: no readable model config; give a folder or a JSON file with model_type"

@@ -34,11 +34,11 @@ class Feeder:
         precision: Precision,
     ) -> None:
         self.recipe = recipe
-        self._source = source
+        self.source = source
         self._shape = state_shape
         self._device = device
         # Without autocast the weights' type rules.
-        self._dtype = precision.states if precision.autocast is not None else torch.float32
+        self.dtype = precision.states if precision.autocast is not None else torch.float32
         self._depth = 0 if config.data.num_workers == 0 else config.data.prefetch_factor
         self._noise = config.data.noise_std
         self._seed = config.seed
@@ -47,8 +47,8 @@ class Feeder:
         """The source's answers for the packed rows that are not empty, in order."""
         requests: list[list[Row]] = [self.recipe.rows(packed) for packed in packed_rows if packed]
         if self._depth == 0:
-            return (self._source.fetch(rows) for rows in requests)
-        return prefetch(self._source, requests, self._depth)
+            return (self.source.fetch(rows) for rows in requests)
+        return prefetch(self.source, requests, self._depth)
 
     def attach(self, batch: PackedBatch, answers: Iterator[list[HiddenStates]], noise_epoch: int | None = None) -> PackedBatch:
         """The batch with the next answer's states, on the device.
@@ -58,4 +58,4 @@ class Feeder:
         batch = attach_states(batch, next(answers) if batch.row_ids else [], self._shape)
         if noise_epoch is not None:
             batch = add_noise(batch, self._noise, self._seed, noise_epoch)
-        return batch.to(self._device, dtype=self._dtype)
+        return batch.to(self._device, dtype=self.dtype)

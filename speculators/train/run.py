@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from speculators.data import RowDataset, split_rows
+from speculators.data import CutRows, RowDataset, split_rows
 from speculators.errors import ConfigError
-from speculators.models.verifier_weights import VerifierHead, text_config
+from speculators.models.verifier_weights import VerifierHead, has_rms_norm, text_config
+from speculators.progress import bar
 from speculators.train.config.derived import check_runnable
 from speculators.train.config.model import TrainConfig
 from speculators.train.config.resolution import require_verifier
 from speculators.train.distributed import expand_placeholders, main_first, make_accelerator
 from speculators.train.drafts import DraftInputs, build_draft, checkpoint_config, save_draft
 from speculators.train.precision import Precision, choose_precision
-from speculators.train.progress import bar
 from speculators.train.results import OnStep, TrainResult
 from speculators.train.run_folder import TrainingFolder
 from speculators.train.trainer import Trainer
@@ -47,6 +47,7 @@ class _Split:
     """Rows to train on and rows to validate on."""
 
     dataset: RowDataset
+    cut: CutRows  #: its rows as long as a packed row can be
     train_ids: np.ndarray
     val_ids: np.ndarray
 
@@ -94,9 +95,11 @@ def train(
             source = _source(config, split, verifier, draft.target_layer_ids)
             stack.callback(source.close)
         _check_source(config, source, draft)
-        # With the norm in any case: the check says whether states of the other kind would fit.
-        teacher = VerifierHead.from_folder(config.verifier.verifier_name_or_path, draft.t2d, config=verifier.config)
-        check_source(source, teacher, verifier, [split.dataset.row(int(row)) for row in split.train_ids[:16]])
+        # With the norm where it can be rebuilt: the check then says whether states of the other kind would fit.
+        with_norm = source.description.final_state == "pre_norm" or has_rms_norm(verifier.config)
+        path = config.verifier.verifier_name_or_path
+        teacher = VerifierHead.from_folder(path, draft.t2d, config=verifier.config, with_norm=with_norm)
+        check_source(source, teacher, verifier, [split.cut[int(row)] for row in split.train_ids[:16]])
         identity = _identity(split, source, accelerator, precision, config)
         main_first(accelerator, lambda: folder.check_identity(identity))
         main_first(accelerator, lambda: folder.write_artifacts(config))
@@ -114,6 +117,7 @@ def train(
             folder=folder,
             accelerator=accelerator,
             precision=precision,
+            eos_ids=verifier.eos_ids,
             progress=progress,
             on_step=on_step,
             started=started,
@@ -144,7 +148,8 @@ def _split(config: TrainConfig, dataset: RowDataset | None, train_ids: np.ndarra
     if train_ids is None:
         train_ids, split_val = split_rows(len(dataset), config.data.train_data_ratio)
         val_ids = split_val if val_ids is None else val_ids
-    return _Split(dataset, train_ids, val_ids if val_ids is not None else np.zeros(0, dtype=np.int64))
+    cut = CutRows(dataset, config.data.total_seq_len)
+    return _Split(dataset, cut, train_ids, val_ids if val_ids is not None else np.zeros(0, dtype=np.int64))
 
 
 def _draft(config: TrainConfig, split: _Split, verifier: Verifier) -> Any:
@@ -164,7 +169,7 @@ def _draft(config: TrainConfig, split: _Split, verifier: Verifier) -> Any:
         start=start,
     )
     answers = split.dataset.manifest.answers
-    sample = torch.from_numpy(np.asarray(split.dataset.row(int(split.train_ids[0])).input_ids, dtype=np.int64))
+    sample = torch.tensor(split.cut[int(split.train_ids[0])].input_ids, dtype=torch.long)
     inputs = DraftInputs(
         config.verifier.verifier_name_or_path,
         verifier.config,
@@ -194,7 +199,7 @@ def _source(config: TrainConfig, split: _Split, verifier: Verifier, layer_ids: l
         final_state=_wanted_final_state(config) or "post_norm",
         token_budget=data.capture_batch_tokens,
     )
-    return CachedSource(source, split.dataset, max_bytes=int(data.states_cache_gib * GIB))
+    return CachedSource(source, split.cut, max_bytes=int(data.states_cache_gib * GIB))
 
 
 def _check_source(config: TrainConfig, source: HiddenStateSource, draft: Any) -> None:
@@ -222,11 +227,11 @@ def _capture(source: Any, split: _Split, config: TrainConfig, shown: bool) -> No
     """Fill a caching source before the first step, in the groups it captures anyway, with a bar that shows the time left."""
     if not getattr(source, "caching", False):
         return
-    lengths = [int(length) for length in split.dataset.lengths]
+    lengths = [int(length) for length in split.cut.lengths]
     with bar("Capturing hidden states", sum(lengths), shown=shown) as done:
         tokens = 0
         for group in length_groups(lengths, config.data.capture_batch_tokens):
-            source.fetch([split.dataset.row(row_id) for row_id in group])
+            source.fetch([split.cut[row_id] for row_id in group])
             tokens += sum(lengths[row_id] for row_id in group)
             done.update(tokens)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from speculators.batch import PackedBatch
 from speculators.data import PackedRow, RowDataset
 from speculators.losses import batch_denominators
+from speculators.progress import Bar, bar
 from speculators.train.budget import step_budget
 from speculators.train.config.artifacts import command_record
 from speculators.train.config.model import TrainConfig
@@ -29,7 +30,7 @@ from speculators.train.optimizers import build_optimizers
 from speculators.train.planning import Recipe, StepPlanner, plan_validation
 from speculators.train.position import Position, capture_state, restore_state
 from speculators.train.precision import Precision
-from speculators.train.progress import Bar, bar
+from speculators.train.prediction import predicted_acceptance
 from speculators.train.results import OnStep, StepInfo, StopReason, TrainResult
 from speculators.train.run_folder import MetricsFile, TrainingFolder
 from speculators.train.schedules import build_schedule
@@ -51,6 +52,7 @@ class Trainer:
     :param dataset: rows; ``train_ids`` and ``val_ids`` are row ids of it, ``val_ids`` may be empty.
     :param folder: the run folder, locked by its user.
     :param accelerator: as :func:`~speculators.train.distributed.make_accelerator` makes it.
+    :param eos_ids: the verifier's, which end answers.
     :param progress: show bars on the main process.
     :param on_step: called on the main process after every logged step.
     :param started: ``time.monotonic()`` from which the time limit counts; now when None.
@@ -69,6 +71,7 @@ class Trainer:
         folder: TrainingFolder,
         accelerator: Accelerator,
         precision: Precision,
+        eos_ids: Collection[int] = (),
         progress: bool = True,
         on_step: OnStep | None = None,
         started: float | None = None,
@@ -78,6 +81,7 @@ class Trainer:
         self.accelerator = accelerator
         self.folder = folder
         self.on_step = on_step
+        self.eos_ids = eos_ids
         self._shown = progress and accelerator.is_main_process
         self._autocast = precision.autocast
         self.loss_config = build_loss_config(config)
@@ -150,7 +154,7 @@ class Trainer:
                     self._save({})
                 return reason
             epoch, label, last = position.epoch, None, position.global_step == total
-            validation = self.validate() if last or (epoch + 1) % trainer.val_freq == 0 else {}
+            validation = self.validate(predict=last) if last or (epoch + 1) % trainer.val_freq == 0 else {}
             if position.local_step == self.planner.steps_per_epoch:
                 label = f"epoch{epoch}_end"
                 position.epoch, position.local_step = epoch + 1, 0
@@ -185,7 +189,8 @@ class Trainer:
         if position.global_step % self.config.trainer.log_freq == 0 or position.global_step == self.result.total_steps:
             tokens = sum(batch.num_tokens for batch in batches)
             self._log(rates, time.monotonic() - begun, waited, tokens, steps)
-        if stop:
+        # Behind the last step nothing is left but its validation, which is done in any case.
+        if stop and position.global_step < self.result.total_steps:
             return "interrupted" if self.signals.received is not None else "time limit"
         return None
 
@@ -236,6 +241,8 @@ class Trainer:
                 loss = loss + torch.stack([parameter.sum() for parameter in self.trainable]).sum() * 0.0
             loss.backward()
         self.metrics.add(loss_names(output.sums, self.loss_config))
+        # Short blocks have fewer depths, and every process must hold the same names.
+        self.metrics.add({f"position_{depth + 1}_accuracy": (0, 0) for depth in range(self.draft.layout.max_draft_tokens)})
         self.metrics.add({"anchor_coverage": (batch.covered, batch.supervised)})
 
     def _autocasting(self) -> torch.autocast:
@@ -262,8 +269,11 @@ class Trainer:
 
     # -- validation and logging --------------------------------------------------------------------------------------------
 
-    def validate(self, record: bool = True) -> dict[str, float]:
-        """Means over the validation rows; empty without any."""
+    def validate(self, record: bool = True, predict: bool = False) -> dict[str, float]:
+        """Means over the validation rows; empty without any.
+
+        :param predict: also replay some of them as the decoder would run.
+        """
         if not self.validation_rows:
             return {}
         self.draft.eval()
@@ -278,8 +288,10 @@ class Trainer:
                     )
                 sums.add(loss_names(found, self.loss_config))
                 done.update(index + 1)
-        self.draft.train()
         means = MetricSums.means(sums.reduced(self.accelerator))
+        if predict:
+            means |= predicted_acceptance(self)
+        self.draft.train()
         if record:
             self.result.validation = means
             self._write({"val": means, "epoch": self.position.epoch, "global_step": self.position.global_step})
@@ -363,7 +375,8 @@ class Trainer:
         return number, best
 
     def _restore_pending(self) -> None:
-        self.metrics.restore(self.position.pending if self.accelerator.is_main_process else {})
+        pending = self.position.pending
+        self.metrics.restore(pending if self.accelerator.is_main_process else dict.fromkeys(pending, (0.0, 0.0)))
 
     def _resume(self) -> None:
         """Take the latest complete checkpoint's state."""
@@ -372,6 +385,8 @@ class Trainer:
         if latest is not None:
             restore_state(latest, self.draft, self.optimizers)
             self.position = Position.from_record(latest.state)
+            if self.accelerator.is_main_process:
+                self.folder.checkpoints.restore_best(self.position.best_number)
             self._earlier = self.position.seconds
             self._restore_pending()
             self.result.resumed_from, self._last_saved = latest.path, self.position.global_step

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from speculators.verifiers.structure import text_config
+from speculators.models.verifier_weights import text_config
 
 __all__ = ["GROUPED_ATTENTION", "grouped_attention", "use_grouped_attention"]
 

@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from speculators.errors import VerifierError
-from speculators.verifiers.structure import text_config
+from speculators.models.verifier_weights import text_config
 
 __all__ = ["PreallocatedCache", "PreallocatedLayer", "fits_preallocated", "new_cache", "truncate"]
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speculators.errors import DataError
+from speculators.progress import bar
 from speculators.sampling import SamplingParams, probabilities
 from speculators.verifiers.loading import Verifier
 from speculators.verifiers.running_batch import running_batch
@@ -191,11 +192,5 @@ def _reporter(progress: bool | Progress, total: int) -> Iterator[Progress]:
     elif not progress:
         yield lambda finished, tokens: None
     else:
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-        from rich.progress import TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        columns = (*Bar.get_default_columns()[:3], TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn())
-        with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-            task = bar.add_task("answers", total=total, tokens=0)
-            yield lambda finished, tokens: bar.update(task, completed=finished, tokens=tokens)
+        with bar("answers", total) as shown:
+            yield lambda finished, tokens: shown.update(finished, f"{tokens} tokens")

@@ -23,9 +23,10 @@ from transformers import (
 )
 
 from speculators.errors import VerifierError
+from speculators.models.verifier_weights import text_config
 from speculators.verifiers.attention import use_grouped_attention
 from speculators.verifiers.packed_linear import pack_linears
-from speculators.verifiers.structure import DecoderParts, cache_argument, decoder_parts, text_config
+from speculators.verifiers.structure import DecoderParts, cache_argument, decoder_parts
 
 __all__ = ["Verifier", "load_verifier"]
 

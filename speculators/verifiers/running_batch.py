@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from speculators.models.verifier_weights import text_config
 from speculators.verifiers.cache import PreallocatedCache, fits_preallocated
 from speculators.verifiers.grouping import consecutive_groups
 from speculators.verifiers.loading import Verifier
-from speculators.verifiers.structure import text_config
 
 __all__ = ["RunningBatch", "running_batch"]
 

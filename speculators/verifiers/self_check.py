@@ -31,6 +31,9 @@ MAX_POSITIONS = 32
 class FullHead(Protocol):
     """What is needed of the verifier's head, as :class:`speculators.models.verifier_weights.VerifierHead` gives it."""
 
+    @property
+    def can_normalize(self) -> bool: ...
+
     def normalize(self, states: Tensor) -> Tensor: ...
 
     def full_logits(self, states: Tensor) -> Tensor: ...
@@ -85,7 +88,8 @@ def check_states(final: Tensor, row: Row, head: FullHead, verifier: Verifier, *,
     found = difference(head.normalize(states) if pre_norm else states)
     if found <= tolerance:
         return SelfCheck(row.row_id, len(positions), found, tolerance)
-    if difference(states if pre_norm else head.normalize(states)) <= tolerance:
+    can_compare = pre_norm or head.can_normalize
+    if can_compare and difference(states if pre_norm else head.normalize(states)) <= tolerance:
         truth = "after" if pre_norm else "before"
         hint = f"they were taken {truth} the final norm: set --final-state {'post_norm' if pre_norm else 'pre_norm'}"
     else:

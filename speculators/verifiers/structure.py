@@ -10,7 +10,7 @@ from torch import nn
 
 from speculators.errors import VerifierError
 
-__all__ = ["DecoderParts", "cache_argument", "decoder_parts", "text_config"]
+__all__ = ["DecoderParts", "cache_argument", "decoder_parts"]
 
 # Wrappers around the decoder, outermost first: "" is the model itself. Vision-language models nest the text decoder.
 _PATHS = (
@@ -40,11 +40,6 @@ class DecoderParts:
     base: nn.Module
     layers: nn.ModuleList
     norm: nn.Module
-
-
-def text_config(config: Any) -> Any:
-    """The config of the text decoder: ``config`` itself, or its nested text config in a multimodal model."""
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def cache_argument(model: nn.Module) -> str:

@@ -84,5 +84,42 @@ def test_sampling_claims_no_equality_and_is_seeded(folder: Path) -> None:
 
 def test_the_whole_block_drafts_the_same_tokens_of_a_causal_block(folder: Path) -> None:
     cut = evaluate(folder, "full", "--num-speculative-tokens", "3", "--limit", "2", "--draft-full-block")
-    assert cut.settings["draft_full_block"] is True
-    assert cut.benchmarks[0].runs[0].n == 3
+    exact = evaluate(folder, "exact", "--num-speculative-tokens", "3", "--limit", "2")
+    assert (cut.settings["draft_full_block"], exact.settings["draft_full_block"]) == (True, False)
+    one, other = cut.benchmarks[0].runs[0], exact.benchmarks[0].runs[0]
+    assert one.n == other.n == 3
+    assert (one.drafted, one.accepted, one.rounds) == (other.drafted, other.accepted, other.rounds)
+    assert one.acceptance_by_position == other.acceptance_by_position
+
+
+def test_one_token_is_no_round_and_no_crash(folder: Path) -> None:
+    results = evaluate(folder, "one", "--num-speculative-tokens", "3", "--limit", "2", "--max-new-tokens", "1")
+    assert results.benchmarks[0].runs[0].rounds == 0
+    assert results.average == []
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("speculators.evaluation.command.load_verifier", lambda *args, **options: pytest.fail("too late"))
+    arguments = ["evaluate", str(folder / "draft"), "--data", str(folder / "chat.jsonl")]
+    assert main([*arguments, "--output", str(tmp_path / "file" / "out")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_meanwhile_costs_the_file_only(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("speculators.evaluation.results.write_results", full)
+    arguments = ["evaluate", str(folder / "draft"), "--data", str(folder / "chat.jsonl"), "--limit", "1"]
+    assert main([*arguments, "--max-new-tokens", "8", "--output", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr()
+    assert "average" in printed.out
+    assert "the disk is full while writing" in printed.err
+
+
+def test_prompts_that_fill_the_context_leave_room_for_the_bound(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 485}) + "\n")
+    arguments = ["evaluate", str(folder / "draft"), "--data", str(tmp_path / "long.jsonl"), "--max-new-tokens", "4"]
+    assert main([*arguments, "--output", str(tmp_path / "out"), "--num-speculative-tokens", "7"]) == 0
+    assert read_results(tmp_path / "out").bound[0].n == 7

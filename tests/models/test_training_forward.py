@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculators.batch import PackedBatch
-from speculators.losses import LossConfig, batch_denominators
+from speculators.losses import LossConfig, batch_denominators, chunked
 from speculators.models import SpeculatorModel
 from speculators.models.verifier_weights import VerifierHead
 from tests.models.small import HIDDEN, LAYER_IDS, VOCAB, draft_config, packed_row, verifier_config
@@ -114,15 +114,17 @@ def greedy_matches(model: Any, row: PackedBatch, following: Tensor) -> float:
     return sum(runs) / len(runs)
 
 
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
 @pytest.mark.parametrize(("family", "values"), FAMILIES)
-def test_autocast_runs_and_stays_close(family: str, values: dict[str, Any]) -> None:
+def test_autocast_runs_and_stays_close(monkeypatch, family: str, values: dict[str, Any], impl: str) -> None:
     """Weights in float32, matmuls in bfloat16, the loss in float32: how a GPU trains."""
     model, row = model_of(family, **values).float(), packed_row([20, 15], [3, 8, 22, 25])
     row, head = row.to("cpu", dtype=torch.float32), teacher().float()
     exact = loss_of(model, row, head).loss
+    monkeypatch.setattr(chunked, "CPU_ELEMENTS", 1)  # a chunk per block
     with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
         warnings.simplefilter("error")
-        output = loss_of(model, row, head)
+        output = loss_of(model, row, head, impl=impl)
     assert output.loss.dtype == torch.float32
     torch.testing.assert_close(output.loss, exact, rtol=0.05, atol=0.05)
     output.loss.backward()

@@ -85,17 +85,22 @@ def test_a_run_killed_between_checkpoints_goes_on_bit_for_bit(folder: Path, whol
         assert records(folder / "killed", kind) == records(whole, kind)
 
 
-def test_two_processes_train_as_one(folder: Path, whole: Path) -> None:
+@pytest.mark.parametrize("short", [[], ["--short-block-size", "2"]], ids=["whole blocks", "short blocks"])
+def test_two_processes_train_as_one(folder: Path, whole: Path, short: list[str]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "speculators.train"]
-    finish(start(folder, "two", command=[*launcher, *rendezvous], accumulation=1))
-    one, two = records(whole, "train"), records(folder / "two", "train")
+    if short:  # packed rows of one step then differ in the length of their blocks
+        whole = folder / "whole-short"
+        finish(start(folder, "whole-short", command=[*TRAIN, *short]))
+    run = "two-short" if short else "two"
+    finish(start(folder, run, command=[*launcher, *rendezvous, *short], accumulation=1))
+    one, two = records(whole, "train"), records(folder / run, "train")
     assert len(two) == STEPS
     for first, second in zip(one[:20], two[:20], strict=True):
         assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
         assert second["anchor_coverage"] == first["anchor_coverage"]
-    assert records(folder / "two", "val")[0]["loss"] == pytest.approx(records(whole, "val")[0]["loss"], abs=1e-4)
+    assert records(folder / run, "val")[0]["loss"] == pytest.approx(records(whole, "val")[0]["loss"], abs=1e-4)
 
 
 def test_bad_settings_exit_with_2_and_one_line(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

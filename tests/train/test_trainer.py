@@ -156,11 +156,20 @@ def test_a_signal_saves_and_the_run_goes_on(run, tmp_path: Path, number: signal.
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_accumulation_is_the_same_as_a_wider_row_set(run, tmp_path: Path) -> None:
-    """Two packed rows a step: the loss of a step is over both rows' predictions, not a mean of two means."""
-    result = run(gradient_accumulation_steps=2, optimizer="adamw", epochs=2)
-    assert (result.global_step, result.total_steps) == (4, 4)
-    assert all(np.isfinite(losses(tmp_path / "run")))
+def test_accumulation_halves_the_steps_and_adds_up_the_rows(run, tmp_path: Path) -> None:
+    """Two packed rows a step: at a rate of 0 its loss is that of both rows' predictions, not a mean of two means."""
+    single = run("single", optimizer="adamw", epochs=1, lr=0.0, weight_decay=0.0, ce_label="data")
+    result = run(
+        "double", optimizer="adamw", epochs=1, lr=0.0, weight_decay=0.0, ce_label="data", gradient_accumulation_steps=2
+    )
+    assert (single.global_step, result.global_step, result.total_steps) == (4, 2, 2)
+    one, two = records(tmp_path / "single"), records(tmp_path / "double")
+    for step, record in enumerate(two):
+        parts = [one[2 * step]["train"], one[2 * step + 1]["train"]]
+        low, high = sorted(part["tv_loss"] for part in parts)
+        assert low < record["train"]["tv_loss"] < high
+        # The rows count by their predictions, which differ in number.
+        assert record["train"]["tv_loss"] != pytest.approx((low + high) / 2, abs=1e-7)
 
 
 def test_max_steps_end_the_run_and_save_once(run, tmp_path: Path) -> None:

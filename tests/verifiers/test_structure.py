@@ -4,9 +4,10 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, LlavaConfig
 
 from speculators.errors import VerifierError
+from speculators.models.verifier_weights import text_config
 from speculators.verifiers.attention import GROUPED_ATTENTION, use_grouped_attention
 from speculators.verifiers.cache import fits_preallocated
-from speculators.verifiers.structure import decoder_parts, text_config
+from speculators.verifiers.structure import decoder_parts
 from tests.verifiers.models import COMMON, FAMILIES, tiny_model
 
 OWN_ATTENTION = {"gemma2", "gpt_oss", "deepseek_v3"}  # soft cap, sinks, latent keys

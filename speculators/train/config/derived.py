@@ -101,6 +101,7 @@ def check_consistency(config: TrainConfig) -> None:
         raise ConfigError("--d2t-path and --t2d-path belong together; give both or neither")
     if trainer.checkpoint_freq > 1 and trainer.checkpoint_freq != int(trainer.checkpoint_freq):
         raise ConfigError(f"--checkpoint-freq above 1 counts whole epochs, not {trainer.checkpoint_freq}")
+    _warn_of_no_effect(config)
     scheduler = config.scheduler
     if scheduler.scheduler_warmup_steps is not None and scheduler.scheduler_warmup_ratio is not None:
         warnings.warn("--scheduler-warmup-steps wins over --scheduler-warmup-ratio", UserWarning, stacklevel=4)
@@ -131,6 +132,20 @@ def check_consistency(config: TrainConfig) -> None:
         raise ConfigError(
             f"--final-state {final_state} and {flag} disagree: the norm is applied to pre_norm states and not to post_norm ones"
         )
+
+
+def _warn_of_no_effect(config: TrainConfig) -> None:
+    """Say which given settings another one leaves without effect."""
+    draft, data = config.draft, config.data
+    idle = []
+    if draft.from_pretrained and config.given("draft_init"):
+        idle.append("--draft-init has no effect beside --from-pretrained weights")
+    if draft.token_freq_path is not None and draft.d2t_path is not None:
+        idle.append("--token-freq-path has no effect beside --d2t-path and --t2d-path")
+    if config.given("short_block_share") and data.short_block_size is None:
+        idle.append("--short-block-share has no effect without --short-block-size")
+    for sentence in idle:
+        warnings.warn(sentence, UserWarning, stacklevel=5)
 
 
 def tracker_names(config: TrainConfig) -> list[str]:

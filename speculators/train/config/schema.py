@@ -111,7 +111,7 @@ class DataSettings(Group):
         "bfloat16", "Type of the hidden states and of autocast; float32 where the hardware has no bfloat16."
     )
     noise_std: float = setting(0.0, "Half-width of uniform noise on the captured states while training.", own=True, ge=0.0)
-    num_workers: int = setting(12, "Workers that load rows; 0 also turns prefetching off.", ge=0, cosmetic=True)
+    num_workers: int = setting(12, "0 turns prefetching off; one thread prefetches at any other number.", ge=0, cosmetic=True)
     prefetch_factor: int = setting(4, "Packed rows whose states are made ahead of the draft.", ge=1, cosmetic=True)
     max_anchors: int = setting(512, "Anchors (blocks) drawn per packed row or document.", ge=1)
     max_anchors_per: Literal["row", "document"] = setting("row", "What --max-anchors counts for.", own=True)

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 __all__ = ["Bar", "bar"]
 
@@ -18,29 +26,44 @@ class Bar:
         self._progress = progress
         self._task = task
 
-    def update(self, completed: int, note: str = "", total: int | None = None) -> None:
+    def update(self, completed: float, note: str = "") -> None:
         """Move to ``completed``, with a note such as the loss behind the times."""
         if self._progress is not None:
-            options = {} if total is None else {"total": total}
-            self._progress.update(self._task, completed=completed, note=note, **options)  # type: ignore[arg-type]
+            self._progress.update(self._task, completed=completed, note=note)  # type: ignore[arg-type]
+
+    def advance(self) -> None:
+        """Move by one."""
+        if self._progress is not None:
+            self._progress.advance(self._task)  # type: ignore[arg-type]
 
 
 @contextmanager
-def bar(label: str, total: int, *, shown: bool = True, passing: bool = False) -> Iterator[Bar]:
-    """A bar on standard error.
+def bar(
+    label: str,
+    total: float,
+    *,
+    shown: bool = True,
+    passing: bool = False,
+    share: bool = False,
+    console: Console | None = None,
+) -> Iterator[Bar]:
+    """A bar of ``total`` units while the body runs.
 
     :param shown: False for a bar that does nothing, as on all processes but the main one.
     :param passing: take the bar away when it is full.
+    :param share: show a percentage, for work whose amount is not known beforehand, instead of units done.
+    :param console: where to draw; standard error by default. A console that is no terminal gets one line, at the end.
     """
-    console = Console(stderr=True)
+    console = console or Console(stderr=True)
     # In a log file a bar that passes would leave nothing but an empty line.
     if not shown or (passing and not console.is_terminal):
         yield Bar(None)
         return
+    amount: ProgressColumn = TextColumn("{task.percentage:>3.0f}%") if share else MofNCompleteColumn()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        amount,
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
