@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -36,7 +36,7 @@ def predicted_acceptance(trainer: Trainer) -> dict[str, float]:
     if whole:
         sums = predict_acceptance(
             trainer.draft,
-            trainer.teacher,
+            cast(Any, trainer.teacher),
             (recipe.dataset.row(row_id) for row_id in whole[:PREDICTED_ROWS]),
             feeder.source,
             answers=answers,

@@ -207,3 +207,10 @@ def test_derived_values_follow_what_was_given() -> None:
     derived = derive(config)
     assert (derived.block_size, derived.sample_from_anchor, derived.loss_fn) == (4, False, {"tv": 1.0})
     assert derive(TrainConfig.from_flat(speculator_type="dspark", lr=3e-4)).muon_lr == 3e-4
+
+
+def test_a_refusal_names_the_setting_and_not_its_group(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--lr: input should be greater than 0"):
+        TrainConfig.from_flat(lr=0)
+    with pytest.raises(ConfigError, match="optimizer.lr: input should be greater than 0"):
+        TrainConfig.from_sources(config_path=write(tmp_path, "optimizer: {lr: 0}"))

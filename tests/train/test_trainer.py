@@ -158,9 +158,9 @@ def test_a_signal_saves_and_the_run_goes_on(run, tmp_path: Path, number: signal.
 
 def test_accumulation_halves_the_steps_and_adds_up_the_rows(run, tmp_path: Path) -> None:
     """Two packed rows a step: at a rate of 0 its loss is that of both rows' predictions, not a mean of two means."""
-    single = run("single", optimizer="adamw", epochs=1, lr=0.0, weight_decay=0.0, ce_label="data")
+    single = run("single", optimizer="adamw", epochs=1, lr=1e-12, weight_decay=0.0, ce_label="data")
     result = run(
-        "double", optimizer="adamw", epochs=1, lr=0.0, weight_decay=0.0, ce_label="data", gradient_accumulation_steps=2
+        "double", optimizer="adamw", epochs=1, lr=1e-12, weight_decay=0.0, ce_label="data", gradient_accumulation_steps=2
     )
     assert (single.global_step, result.global_step, result.total_steps) == (4, 2, 2)
     one, two = records(tmp_path / "single"), records(tmp_path / "double")

@@ -232,7 +232,8 @@ def _first_problem(error: ValidationError, provenance: Mapping[str, Provenance],
     """One line for the first of pydantic's errors."""
     problem = error.errors()[0]
     path = [str(part) for part in problem["loc"]]
-    name = next((part for part in path if _is_setting(part)), path[-1])
+    # Behind the group's name, which may be a setting's, too ("optimizer").
+    name = next((part for part in path[1:] or path if _is_setting(part)), path[-1])
     message = problem["msg"]
     where = flag_name(name)
     if provenance.get(name) == "yaml":
