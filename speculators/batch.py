@@ -95,3 +95,24 @@ class PackedBatch:
             batch.features = torch.zeros(1, num_layers, hidden_size)
             batch.final_states = torch.zeros(1, hidden_size)
         return batch
+
+    @classmethod
+    def filler(cls, block_size: int, num_layers: int, hidden_size: int) -> PackedBatch:
+        """A made-up document with one anchor before a whole block, with zero states: a process that has no anchor in a step
+        runs it through the draft to have a gradient of every weight, and takes its loss times 0.
+
+        :param block_size: K.
+        :param num_layers: M; ``hidden_size``: H.
+        """
+        length = block_size + 2
+        return cls(
+            input_ids=torch.zeros(length, dtype=torch.long),
+            loss_mask=torch.ones(length, dtype=torch.bool),
+            document_ids=torch.zeros(length, dtype=torch.long),
+            position_ids=torch.arange(length),
+            row_ids=(0,),
+            # Not at the document's first token: the anchor's block must see context.
+            anchors=torch.ones(1, dtype=torch.long),
+            features=torch.zeros(length, num_layers, hidden_size),
+            final_states=torch.zeros(length, hidden_size),
+        )

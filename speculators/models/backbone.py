@@ -166,6 +166,14 @@ class BlockDecoderLayer(nn.Module):
         block = block + self.self_attn(self.input_layernorm(block), context_kv, block_rotation, attend_blocks)
         return block + self.mlp(self.post_attention_layernorm(block))
 
+    def over_context(
+        self, block: Tensor, context: Tensor, context_rotation: Rotation, block_rotation: Rotation, attend_blocks: AttendBlocks
+    ) -> Tensor:
+        """:meth:`forward` over context rows ``[T, H]``: everything that reads the layer's weights in one call, which is what a
+        sharded layer gathers them for."""
+        context_kv = self.self_attn.keys_values(context, context_rotation)
+        return self.forward(block, context_kv, block_rotation, attend_blocks)
+
 
 class BlockBackbone(nn.Module):
     """Mixin that gives a model ``fc``, ``hidden_norm``, ``layers`` and ``norm`` under the checkpoint's flat names."""
@@ -231,8 +239,7 @@ class BlockBackbone(nn.Module):
             attend_blocks = self._attend_blocks(anchors, document_ids, window, attn_impl, plans.get(window.window))
 
             def run(states: Tensor, rows: Tensor, layer: Any = layer, attend_blocks: AttendBlocks = attend_blocks) -> Tensor:
-                context_kv = layer.self_attn.keys_values(rows, context_rotation)
-                return layer(states, context_kv, block_rotation, attend_blocks)
+                return layer.over_context(states, rows, context_rotation, block_rotation, attend_blocks)
 
             if self.gradient_checkpointing and self.training:
                 hidden = checkpoint(run, hidden, context, use_reentrant=False)

@@ -326,7 +326,9 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
 
     def checkpoint_config(self, dtype: torch.dtype | None = None) -> SpeculatorModelConfig:
         """The config as written beside the weights: the class's name as architecture, the weights' dtype."""
-        return self.config.copy(architectures=[type(self).__name__], dtype=dtype or self.dtype)
+        # The registered class: sharding replaces a model's own by a subclass.
+        architecture = self.registered_model_class_from_config(self.config).__name__
+        return self.config.copy(architectures=[architecture], dtype=dtype or self.dtype)
 
 
 def _read_checkpoint(path: str, where: dict[str, Any]) -> dict[str, Tensor]:

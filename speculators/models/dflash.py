@@ -6,8 +6,8 @@ A block is ``[anchor token, mask, ..., mask]``; see :mod:`speculators.layout` fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
 
 import torch
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -28,6 +28,8 @@ from speculators.proposals import GreedyTokenProposalConfig
 
 if TYPE_CHECKING:
     from speculators.models.block_drafter import BlockDrafter
+
+Result = TypeVar("Result")
 
 __all__ = ["DFlashDraftModel", "DFlashSpeculator", "DFlashSpeculatorConfig"]
 
@@ -243,6 +245,11 @@ class DFlashDraftModel(BlockBackbone, SpeculatorModel):
         return block_loss(
             hidden, self.heads, teacher, targets, loss_config, denominators, impl=cast(Any, impl), metrics=metrics
         )
+
+    def with_weights(self, work: Callable[[], Result]) -> Result:
+        """``work()``, which may call any part of this model: sharded, the model gathers its weights around it as around
+        :meth:`forward`."""
+        return work()
 
     def drafter(self, *, markov: bool = True) -> BlockDrafter:  # type: ignore[override]
         """The decoder's view of this model.

@@ -1,4 +1,4 @@
-"""Muon for hardware without bfloat16: the same update with the orthogonalisation in float32."""
+"""Muon where torch's own does not do: hardware without bfloat16, and sharded matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Float32Muon", "orthogonalize"]
+from speculators.train.sharding import part_of, whole
+
+__all__ = ["Float32Muon", "WholeMuon", "orthogonalize"]
 
 
 def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -18,7 +20,7 @@ def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], step
     The coefficients push singular values of the normed matrix into about 0.7 to 1.2 within a few steps instead of
     converging to 1 (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024).
 
-    :param matrix: ``[rows, columns]``, float32.
+    :param matrix: ``[rows, columns]``, whole.
     """
     a, b, c = coefficients
     wide = matrix.shape[0] <= matrix.shape[1]
@@ -30,8 +32,15 @@ def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], step
     return x if wide else x.T
 
 
-class Float32Muon(torch.optim.Muon):
-    """:class:`torch.optim.Muon` with its states and arguments; only :meth:`step` computes in float32 throughout."""
+class WholeMuon(torch.optim.Muon):
+    """:class:`torch.optim.Muon` with its states and arguments, for sharded matrices too.
+
+    A part of a matrix has another orthogonalisation than the whole, so :meth:`step` gathers each update, one at a time; every
+    process orthogonalises it and keeps its own rows. On whole matrices the bfloat16 arithmetic is torch's.
+    """
+
+    #: Type in which :meth:`step` orthogonalises.
+    precision = torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -50,10 +59,18 @@ class Float32Muon(torch.optim.Muon):
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
                 direction = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                update = orthogonalize(direction.float(), group["ns_coefficients"], group["ns_steps"], group["eps"])
+                matrix = whole(direction).to(self.precision)
+                update = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * _shape_factor(group["adjust_lr_fn"], parameter.shape))
+                rate = group["lr"] * _shape_factor(group["adjust_lr_fn"], parameter.shape)
+                parameter.add_(part_of(update.to(parameter.dtype), parameter), alpha=-rate)
         return loss
+
+
+class Float32Muon(WholeMuon):
+    """:class:`WholeMuon` in float32 throughout, for hardware without bfloat16."""
+
+    precision = torch.float32
 
 
 def _shape_factor(kind: str | None, shape: torch.Size) -> float:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from speculators.errors import SpeculatorsError
 from speculators.train.config.derived import derive
 from speculators.train.config.model import TrainConfig
-from speculators.train.muon import Float32Muon
+from speculators.train.muon import Float32Muon, WholeMuon
+from speculators.train.sharding import is_sharded, placed
 
 __all__ = ["Optimizers", "build_optimizers", "split_parameters"]
 
@@ -67,7 +68,7 @@ class Optimizers:
             optimizer.state.clear()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every state as "<optimiser>/<parameter>/<key>" -> tensor, in full precision."""
+        """Every state as "<optimiser>/<parameter>/<key>" -> tensor, in full precision; sharded as its parameter is."""
         out: dict[str, Tensor] = {}
         for label, (optimizer, names) in self._parts.items():
             for name, parameter in zip(names, optimizer.param_groups[0]["params"]):
@@ -76,7 +77,7 @@ class Optimizers:
         return out
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what :meth:`state_tensors` gave.
+        """Put back what :meth:`state_tensors` gave, as whole tensors.
 
         :raises SpeculatorsError: when the states are of other parameters or shapes.
         """
@@ -91,8 +92,7 @@ class Optimizers:
                         raise SpeculatorsError(
                             f"the optimiser state of {name} has another shape; the run folder is of another draft"
                         )
-                    # Into memory of torch's own alignment, so that the arithmetic is bit for bit that of the first run.
-                    state[key.removeprefix(prefix)] = torch.empty_like(saved, device=parameter.device).copy_(saved)
+                    state[key.removeprefix(prefix)] = placed(saved, parameter)
                     left.discard(key)
                 if state:
                     optimizer.state[parameter] = state
@@ -103,7 +103,7 @@ class Optimizers:
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig, *, bf16: bool) -> Optimizers:
-    """Optimisers of ``model``'s trainable parameters by ``config``.
+    """Optimisers of ``model``'s trainable parameters by ``config``; the parameters may be sharded.
 
     :param bf16: Muon orthogonalises in bfloat16, as torch's does; else in float32.
     """
@@ -113,7 +113,8 @@ def build_optimizers(model: nn.Module, config: TrainConfig, *, bf16: bool) -> Op
         muon, adamw = {}, {name: value for name, value in model.named_parameters() if value.requires_grad}
     parts: dict[str, tuple[torch.optim.Optimizer, Named]] = {}
     if muon:
-        kind = torch.optim.Muon if bf16 else Float32Muon
+        bf16_kind = WholeMuon if any(is_sharded(parameter) for parameter in muon.values()) else torch.optim.Muon
+        kind = bf16_kind if bf16 else Float32Muon
         parts["Muon"] = (
             kind(
                 list(muon.values()),

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 from speculators.train.checkpoints import Checkpoint, get_rng_state, set_rng_state
 from speculators.train.optimizers import Optimizers
+from speculators.train.sharding import gathered, placed
 
-__all__ = ["Position", "capture_state", "restore_state"]
+__all__ = ["CapturedState", "Position", "capture_state", "captured_weights", "restore_state"]
+
+#: Tensors by name, and what is left as JSON.
+CapturedState = tuple[dict[str, Tensor], dict[str, Any]]
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 
@@ -41,21 +45,31 @@ class Position:
         return cls(**{**values, "saved": tuple(record["saved"])})
 
 
-def capture_state(model: nn.Module, optimizers: Optimizers) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Trainable weights, optimiser states and random-number generators as tensors, and the rest as JSON."""
+def capture_state(model: nn.Module, optimizers: Optimizers, keep: bool = True) -> CapturedState:
+    """Trainable weights, optimiser states and random-number generators as whole tensors, and the rest as JSON.
+
+    Where the draft is sharded this gathers it, so every process must call it.
+
+    :param keep: whether this process wants what it gathers; without it, sharded tensors are left out.
+    """
     tensors, rng = get_rng_state()
-    tensors |= {WEIGHTS + name: value for name, value in model.named_parameters() if value.requires_grad}
-    tensors |= {OPTIMIZER + name: value for name, value in optimizers.state_tensors().items()}
-    return tensors, {"rng": rng}
+    weights = {WEIGHTS + name: value for name, value in model.named_parameters() if value.requires_grad}
+    states = {OPTIMIZER + name: value for name, value in optimizers.state_tensors().items()}
+    return tensors | gathered(weights | states, keep), {"rng": rng}
+
+
+def captured_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The trainable weights in what :func:`capture_state` gave, under the model's names."""
+    return {name.removeprefix(WEIGHTS): value for name, value in tensors.items() if name.startswith(WEIGHTS)}
 
 
 @torch.no_grad()
 def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizers: Optimizers) -> None:
-    """Put back what :func:`capture_state` gave, bit for bit."""
+    """Put back what :func:`capture_state` gave, bit for bit; a sharded draft takes its parts of it."""
     tensors = checkpoint.tensors()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.copy_(tensors[WEIGHTS + name])
+            parameter.copy_(placed(tensors[WEIGHTS + name], parameter))
     optimizers.load_state_tensors(
         {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
     )

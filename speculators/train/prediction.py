@@ -8,6 +8,7 @@ import torch
 
 from speculators.decoding.prediction import AcceptancePrediction, predict_acceptance
 from speculators.sampling import SamplingParams
+from speculators.train.sharding import is_sharded
 
 if TYPE_CHECKING:
     from speculators.train.trainer import Trainer
@@ -24,11 +25,13 @@ def predicted_acceptance(trainer: Trainer) -> dict[str, float]:
 
     Rows that training cuts are left out: where an answer ends decides where its rounds do.
 
-    :returns: empty where the rows are not recorded as the verifier's own answers, or none has a whole round.
+    :returns: empty where the rows are not recorded as the verifier's own answers, none has a whole round, or the draft is
+        sharded over the processes.
     """
     recipe, feeder, accelerator = trainer.planner.recipe, trainer.feeder, trainer.accelerator
     answers = recipe.dataset.manifest.answers
-    if answers is None or not answers.on_policy:
+    # Sharded layers gather their weights together, and processes replay different numbers of blocks.
+    if answers is None or not answers.on_policy or any(is_sharded(weight) for weight in trainer.trainable):
         return {}
     ids = [row_id for packed in trainer.validation_rows for row_id in packed]
     whole = [int(row_id) for row_id in ids if recipe.dataset.lengths[row_id] <= recipe.seq_len]

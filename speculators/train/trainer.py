@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,13 @@ from speculators.train.implementations import attention_impl, loss_impl
 from speculators.train.metrics import MetricSums, flatten_record, loss_names
 from speculators.train.optimizers import build_optimizers
 from speculators.train.planning import Recipe, StepPlanner, plan_validation
-from speculators.train.position import Position, capture_state, restore_state
+from speculators.train.position import CapturedState, Position, capture_state, captured_weights, restore_state
 from speculators.train.precision import Precision
 from speculators.train.prediction import predicted_acceptance
 from speculators.train.results import OnStep, StepInfo, StopReason, TrainResult
 from speculators.train.run_folder import MetricsFile, TrainingFolder
 from speculators.train.schedules import build_schedule
+from speculators.train.sharding import average_gradients, clip_gradients, release, spread
 from speculators.train.validation import validation_sums
 from speculators.verifiers.source import HiddenStates, HiddenStateSource
 
@@ -98,12 +99,11 @@ class Trainer:
         self.draft = model.to(device)
         self.draft.gradient_checkpointing = config.trainer.gradient_checkpointing
         self.teacher = teacher.to(device)
+        # Before anything takes hold of the parameters, which sharding replaces.
+        self._wrapped = spread(self.draft, accelerator, config.trainer.fsdp_shard)
         self.trainable = [parameter for parameter in self.draft.parameters() if parameter.requires_grad]
         self.optimizers = build_optimizers(self.draft, config, bf16=precision.native_bf16)
-        # Buffers are the vocabulary's tables, the same on every process: nothing to exchange.
-        buffers = [name for name, _ in self.draft.named_buffers()]
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.draft, buffers)
-        self._wrapped = accelerator.prepare_model(self.draft)
+        self._filler = self.feeder.filler(self.draft.layout.block_size)
 
         self.position = Position()
         self._earlier = 0.0
@@ -215,7 +215,7 @@ class Trainer:
 
     def apply_gradient(self) -> None:
         """Clip, update, forget the gradient."""
-        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.config.trainer.max_grad_norm)
+        norm = clip_gradients(self.trainable, self.config.trainer.max_grad_norm)
         # The same number on every process; the sums' reduction divides it out again.
         self.metrics.add({"grad_norm": (norm.detach(), 1)})
         self.optimizers.step()
@@ -223,24 +223,23 @@ class Trainer:
 
     def _forward_backward(self, batch: PackedBatch, denominators: dict[str, float], *, last: bool) -> None:
         """Add one micro-batch's gradient; processes exchange gradients with the last one only."""
-        exchange = nullcontext() if last else self.accelerator.no_sync(self._wrapped)
-        with exchange:
+        # Every process must bring a gradient of every weight, if only zero: one without anchors takes a made-up row times 0.
+        silent = not batch.anchors.numel()
+        with average_gradients(self._wrapped, self.accelerator, now=last):
             with self._autocasting():
                 output = self._wrapped(
-                    batch,
+                    self._filler if silent else batch,
                     teacher=self.teacher,
                     loss_config=self.loss_config,
                     denominators=denominators,
                     impl=self._impl,
                     attn_impl=self._attn_impl,
                 )
-            # DDP averages the gradients; the denominators are of all processes already.
-            loss = output.loss * self.accelerator.num_processes
-            if not batch.anchors.numel():
-                # Every process must bring a gradient of every weight, if only zero.
-                loss = loss + torch.stack([parameter.sum() for parameter in self.trainable]).sum() * 0.0
+            # Gradients are averaged over processes; the denominators are of all of them already.
+            loss = output.loss * (0.0 if silent else self.accelerator.num_processes)
             loss.backward()
-        self.metrics.add(loss_names(output.sums, self.loss_config))
+        sums = dict.fromkeys(output.sums, (0.0, 0.0)) if silent else output.sums
+        self.metrics.add(loss_names(sums, self.loss_config))
         # Short blocks have fewer depths, and every process must hold the same names.
         self.metrics.add({f"position_{depth + 1}_accuracy": (0, 0) for depth in range(self.draft.layout.max_draft_tokens)})
         self.metrics.add({"anchor_coverage": (batch.covered, batch.supervised)})
@@ -278,16 +277,17 @@ class Trainer:
             return {}
         self.draft.eval()
         sums, answers = MetricSums(self.accelerator.device), self.feeder.stream(self.validation_rows)
+        measure = partial(validation_sums, self.draft, teacher=self.teacher, config=self.loss_config)
+        measure = partial(measure, impl=self._impl, attn_impl=self._attn_impl)
         with bar("Validation", len(self.validation_rows), shown=self._shown and record, passing=True) as done:
             for index, packed in enumerate(self.validation_rows):
                 # The same anchors every time, so that epochs can be compared.
                 batch = self.feeder.attach(self.planner.recipe.whole_blocks(packed, 0), answers)
                 with self._autocasting():
-                    found = validation_sums(
-                        self.draft, batch, self.teacher, self.loss_config, impl=self._impl, attn_impl=self._attn_impl
-                    )
+                    found = self.draft.with_weights(partial(measure, batch))
                 sums.add(loss_names(found, self.loss_config))
                 done.update(index + 1)
+        release(self._wrapped)
         means = MetricSums.means(sums.reduced(self.accelerator))
         if predict:
             means |= predicted_acceptance(self)
@@ -346,23 +346,26 @@ class Trainer:
         label = label or f"epoch{position.epoch}_step{position.local_step}"
         position.pending = self.metrics.reduced(self.accelerator)
         self._restore_pending()
-        number, best = main_first(self.accelerator, lambda: self._write_checkpoint(validation, improved, label))
+        # Gathered by all, for the main process.
+        captured = capture_state(self.draft, self.optimizers, keep=self.accelerator.is_main_process)
+        number, best = main_first(self.accelerator, lambda: self._write_checkpoint(captured, validation, improved, label))
         position.saved, position.best_number = (*position.saved, number), best
         self._last_saved = position.global_step
 
-    def _write_checkpoint(self, validation: dict[str, float], improved: bool, label: str) -> tuple[int, int | None]:
+    def _write_checkpoint(
+        self, captured: CapturedState, validation: dict[str, float], improved: bool, label: str
+    ) -> tuple[int, int | None]:
         """:returns: numbers of the new checkpoint and of the best one."""
-        store, settings = self.folder.checkpoints, self.config.trainer
+        store, settings, (tensors, record) = self.folder.checkpoints, self.config.trainer, captured
         number = store.next_number()
         best = number if improved else self.position.best_number
-        tensors, record = capture_state(self.draft, self.optimizers)
         changes = {"best_number": best, "saved": [*self.position.saved, number], "seconds": self.seconds()}
         extra = {"train_command.txt": command_record(self.config)}
         if validation:
             extra["val_metrics.json"] = json.dumps(validation, indent=1)
         dtype = torch.bfloat16 if settings.checkpoint_dtype == "bfloat16" else torch.float32
         checkpoint = store.save(
-            lambda path: self.draft.save_pretrained(path, dtype=dtype),
+            lambda path: self.draft.save_pretrained(path, dtype=dtype, state_dict=captured_weights(tensors)),
             tensors,
             {**record, **self.position.record(), **changes, "total_steps": self.result.total_steps},
             label=label,

@@ -118,10 +118,7 @@ def test_families_not_built_are_refused_by_name(family: str) -> None:
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"fsdp_shard": True}, {"hidden_states": "ray"}, {"draft_mrope_full_head_hack": False}],
-)
+@pytest.mark.parametrize("values", [{"hidden_states": "ray"}, {"draft_mrope_full_head_hack": False}])
 def test_parts_not_built_are_refused_by_name(values: dict) -> None:
     (name,) = values
     with pytest.raises(ConfigError, match=name.replace("_", "-") + ".* is not built yet"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from speculators.__main__ import main
 from speculators.data import DataManifest, RowDataset
@@ -29,13 +32,16 @@ train:
 """
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TRAIN = [sys.executable, "-m", "speculators", "train"]
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+TWO_PROCESSES = [*LAUNCHER, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "speculators.train"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     tiny_verifier(folder)
-    RowDataset.save(folder / "rows", random_rows(12, seed=5), DataManifest())
+    # An odd number of packed rows: of two processes, one has nothing in the last step of every epoch.
+    RowDataset.save(folder / "rows", random_rows(13, seed=5), DataManifest())
     (folder / "train.yaml").write_text(SETTINGS % STEPS)
     return folder
 
@@ -85,22 +91,81 @@ def test_a_run_killed_between_checkpoints_goes_on_bit_for_bit(folder: Path, whol
         assert records(folder / "killed", kind) == records(whole, kind)
 
 
-@pytest.mark.parametrize("short", [[], ["--short-block-size", "2"]], ids=["whole blocks", "short blocks"])
-def test_two_processes_train_as_one(folder: Path, whole: Path, short: list[str]) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "speculators.train"]
-    if short:  # packed rows of one step then differ in the length of their blocks
-        whole = folder / "whole-short"
-        finish(start(folder, "whole-short", command=[*TRAIN, *short]))
-    run = "two-short" if short else "two"
-    finish(start(folder, run, command=[*launcher, *rendezvous, *short], accumulation=1))
-    one, two = records(whole, "train"), records(folder / run, "train")
+@pytest.fixture(scope="module")
+def shards(folder: Path) -> Path:
+    """A run of two processes with a part of the draft each."""
+    finish(start(folder, "shards", command=[*TWO_PROCESSES, "--fsdp-shard"], accumulation=1))
+    return folder / "shards"
+
+
+@pytest.fixture(scope="module")
+def copies(folder: Path) -> Path:
+    """A run of two processes with a copy of the draft each."""
+    finish(start(folder, "copies", command=TWO_PROCESSES, accumulation=1))
+    return folder / "copies"
+
+
+@pytest.mark.parametrize("kind", ["copies", "shards"])
+def test_two_processes_train_as_one(kind: str, whole: Path, request: pytest.FixtureRequest) -> None:
+    run: Path = request.getfixturevalue(kind)
+    one, two = records(whole, "train"), records(run, "train")
     assert len(two) == STEPS
     for first, second in zip(one[:20], two[:20], strict=True):
         assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
         assert second["anchor_coverage"] == first["anchor_coverage"]
-    assert records(folder / run, "val")[0]["loss"] == pytest.approx(records(whole, "val")[0]["loss"], abs=1e-4)
+    assert records(run, "val")[0]["loss"] == pytest.approx(records(whole, "val")[0]["loss"], abs=1e-4)
+
+
+def test_two_processes_train_short_blocks_as_one(folder: Path) -> None:
+    """Packed rows of one step differ in the length of their blocks, and so processes in the metrics they have."""
+    short = ["--short-block-size", "2", "--max-steps", "12"]
+    finish(start(folder, "whole-short", command=[*TRAIN, *short]))
+    finish(start(folder, "two-short", command=[*TWO_PROCESSES, *short], accumulation=1))
+    one, two = records(folder / "whole-short", "train"), records(folder / "two-short", "train")
+    assert len(one) == len(two) == 12
+    for first, second in zip(one, two, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
+        assert second.keys() == first.keys()
+
+
+def test_shards_are_saved_whole_and_go_on_bit_for_bit(folder: Path, whole: Path, shards: Path) -> None:
+    """The run cut back to what one that was killed before its next checkpoint leaves, and gone on with."""
+    same_tensors_as_one_process(checkpoint_of(shards, 7), checkpoint_of(whole, 7))
+    cut = folder / "cut"
+    shutil.copytree(shards, cut, symlinks=True)
+    for checkpoint in numbered(cut):
+        if step_of(checkpoint) > 35:
+            shutil.rmtree(checkpoint)
+    finish(start(folder, "cut", command=[*TWO_PROCESSES, "--fsdp-shard"], accumulation=1))
+    for kind in ("train", "val"):
+        assert records(cut, kind) == records(shards, kind)
+    last = [load_file(checkpoint_of(run, STEPS) / "training_state.safetensors") for run in (cut, shards)]
+    assert last[0].keys() == last[1].keys()
+    assert all(torch.equal(value, last[1][name]) for name, value in last[0].items())
+
+
+def numbered(run: Path) -> list[Path]:
+    return [path for path in run.iterdir() if path.name.isdigit()]
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(json.loads((checkpoint / "training_state.json").read_text())["global_step"])
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    return next(path for path in numbered(run) if step_of(path) == step)
+
+
+def same_tensors_as_one_process(checkpoint: Path, whole: Path) -> None:
+    """Names, shapes, and values up to the rounding of a few steps; the folder and the configs are the same too."""
+    assert {path.name for path in checkpoint.iterdir()} == {path.name for path in whole.iterdir()}
+    assert (checkpoint / "config.json").read_text() == (whole / "config.json").read_text()
+    for name in ("model.safetensors", "training_state.safetensors"):
+        ours, theirs = load_file(checkpoint / name), load_file(whole / name)
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - {"rng/torch"}:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-2, atol=1e-3)
 
 
 def test_bad_settings_exit_with_2_and_one_line(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
@@ -108,7 +173,7 @@ def test_bad_settings_exit_with_2_and_one_line(folder: Path, capsys: pytest.Capt
     for arguments, words in (
         (["--speculator-type", "mtp"], "--speculator-type mtp cannot be trained by this version yet"),
         (["--epochs", "0"], "--epochs"),
-        (["--fsdp-shard"], "--fsdp-shard is not built yet"),
+        (["--hidden-states", "ray"], "--hidden-states ray is not built yet"),
         (["--verifier-name-or-path", "nowhere", "--save-path", "new"], "nowhere"),
         (["--data-path", "nowhere", "--save-path", "new"], "nowhere holds no data set"),
     ):

@@ -163,7 +163,5 @@ def check_runnable(config: TrainConfig) -> None:
         raise ConfigError(f"--speculator-type {config.speculator_type} cannot be trained by this version yet; use {built}")
     if config.data.hidden_states != "transformers":
         raise ConfigError(f"--hidden-states {config.data.hidden_states} is not built yet; use --hidden-states transformers")
-    if config.trainer.fsdp_shard:
-        raise ConfigError("--fsdp-shard is not built yet; drop it: several processes train with DDP")
     if not config.draft.draft_mrope_full_head_hack:
         raise ConfigError("--no-draft-mrope-full-head-hack is not built yet; drop it: drafts rotate whole heads")

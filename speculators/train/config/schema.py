@@ -213,7 +213,7 @@ class TrainerSettings(Group):
     no_resume_from_checkpoint: bool = setting(False, "Start anew; an earlier run in the folder is moved aside.", cosmetic=True)
     log_freq: int = setting(1, "Log every so many steps.", ge=1, cosmetic=True)
     save_path: str = setting("./output/checkpoints", "Run folder.", cosmetic=True)
-    fsdp_shard: bool = setting(False, "Shard the draft over the processes.")
+    fsdp_shard: bool = setting(False, "Shard the draft over the processes (FSDP2), instead of a copy on each.")
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass.")
 
 
