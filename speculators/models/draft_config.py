@@ -17,7 +17,8 @@ from speculators.models.verifier_weights import text_config
 
 __all__ = ["build_draft_config", "check_layer_ids", "default_layer_ids"]
 
-#: Rotary settings of a verifier that a text-only draft drops: image and video sections, and a part of each head left unrotated.
+#: Rotary settings of a verifier that a text-only draft drops: image and video sections, which vLLM refuses in a draft, and a
+#: part of each head left unrotated (but see ``mrope_full_head``).
 _DROPPED_ROPE_KEYS = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
 
 
@@ -49,6 +50,7 @@ def build_draft_config(
     draft_hidden_act: str | None = "silu",
     sliding_window: int | None = 2048,
     full_attention_indices: Sequence[int] = (),
+    mrope_full_head: bool = True,
 ) -> Qwen3Config:
     """Decoder config of a block-drafting draft.
 
@@ -58,6 +60,8 @@ def build_draft_config(
     :param draft_hidden_act: activation; None or empty takes the verifier's.
     :param sliding_window: tokens of context that a sliding layer sees; None or 0 makes every layer full.
     :param full_attention_indices: draft layers that see the whole context; the others slide.
+    :param mrope_full_head: of a verifier with multimodal rope that rotates a part of each head, rotate whole heads; otherwise
+        the same part. Nothing changes for other verifiers.
     :raises ConfigError: a setting does not fit.
     """
     if draft_arch not in (None, "qwen3"):
@@ -91,7 +95,7 @@ def build_draft_config(
         attention_bias=False,
         attention_dropout=0.0,
         tie_word_embeddings=False,
-        rope_parameters=_rope_parameters(text),
+        rope_parameters=_rope_parameters(text, head_dim, mrope_full_head),
         use_sliding_window=slides,
         sliding_window=sliding_window if slides else None,
         max_window_layers=0,
@@ -120,14 +124,33 @@ def _intermediate_size(text: PretrainedConfig) -> int:
     return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 
-def _rope_parameters(text: PretrainedConfig) -> dict[str, Any]:
+def _rope_parameters(text: PretrainedConfig, head_dim: int, mrope_full_head: bool) -> dict[str, Any]:
     parameters = copy.deepcopy(getattr(text, "rope_parameters", None) or {})
     # One set per layer type: the draft takes the sliding layers' (upstream's choice), else the full layers'.
     for layer_type in ("sliding_attention", "full_attention"):
         if isinstance(parameters.get(layer_type), dict):
             parameters = parameters[layer_type]
             break
+    part = _rotated_part(parameters, head_dim) if not mrope_full_head else 1.0
     parameters = {key: value for key, value in parameters.items() if key not in _DROPPED_ROPE_KEYS}
     if parameters.get("rope_type", "default") in ("default", "mrope", "proportional"):
         parameters = {"rope_type": "default", "rope_theta": parameters.get("rope_theta", _value(text, "rope_theta", 10000.0))}
-    return parameters
+    return parameters if part == 1.0 else parameters | {"partial_rotary_factor": part}
+
+
+def _rotated_part(parameters: dict[str, Any], head_dim: int) -> float:
+    """Share of each head that multimodal rope rotates; 1 without multimodal rope.
+
+    The sections that divide this part among time, height and width are of no use to the draft: of a text token the three
+    positions are the same, and rotation by three equal positions is ordinary rope.
+    """
+    if not parameters.get("mrope_section"):
+        return 1.0
+    part = float(parameters.get("partial_rotary_factor") or 1.0)
+    rotated = int(head_dim * part)
+    if not 2 <= rotated <= head_dim or rotated % 2:
+        raise ConfigError(
+            f"the verifier's multimodal rope rotates {part:g} of each head, {rotated} entries of the draft's {head_dim}, "
+            "which are no pairs; leave out --no-draft-mrope-full-head-hack"
+        )
+    return part

@@ -193,6 +193,7 @@ def _decoder_config(config: TrainConfig, inputs: DraftInputs) -> PretrainedConfi
         draft_hidden_act=act,
         sliding_window=draft.sliding_window,
         full_attention_indices=draft.full_attention_indices,
+        mrope_full_head=draft.draft_mrope_full_head_hack,
     )
     decoder.vocab_size = text_config(inputs.verifier_config).vocab_size
     return decoder

@@ -97,6 +97,8 @@ def check_consistency(config: TrainConfig) -> None:
         if clashing:
             flags = ", ".join("--" + name.replace("_", "-") for name in clashing)
             raise ConfigError(f"--from-pretrained brings the draft's shape with it; drop {flags}")
+        if not draft.draft_mrope_full_head_hack:
+            raise ConfigError("--from-pretrained brings the draft's rope with it; drop --no-draft-mrope-full-head-hack")
     if (draft.d2t_path is None) != (draft.t2d_path is None):
         raise ConfigError("--d2t-path and --t2d-path belong together; give both or neither")
     if trainer.checkpoint_freq > 1 and trainer.checkpoint_freq != int(trainer.checkpoint_freq):
@@ -163,5 +165,3 @@ def check_runnable(config: TrainConfig) -> None:
         raise ConfigError(f"--speculator-type {config.speculator_type} cannot be trained by this version yet; use {built}")
     if config.data.hidden_states != "transformers":
         raise ConfigError(f"--hidden-states {config.data.hidden_states} is not built yet; use --hidden-states transformers")
-    if not config.draft.draft_mrope_full_head_hack:
-        raise ConfigError("--no-draft-mrope-full-head-hack is not built yet; drop it: drafts rotate whole heads")

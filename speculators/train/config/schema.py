@@ -66,7 +66,9 @@ class DraftSettings(Group):
         families=_BLOCKS,
         own=True,
     )
-    draft_mrope_full_head_hack: bool = setting(True, "Rotate whole heads for verifiers with multimodal rope.")
+    draft_mrope_full_head_hack: bool = setting(
+        True, "Rotate whole heads where the verifier's multimodal rope rotates a part of each; off: the same part."
+    )
     target_layer_ids: list[int] | None = setting(
         None, "Verifier layers to capture: id k is the residual stream after k layers [2, n//2, n-3 of n layers]."
     )
