@@ -138,8 +138,8 @@ def predict_acceptance(
             replayed = replay_row(
                 model,
                 teacher,
-                input_ids=torch.as_tensor(row.input_ids, dtype=torch.long, device=device),
-                loss_mask=torch.as_tensor(row.loss_mask, dtype=torch.bool, device=device),
+                input_ids=torch.tensor(row.input_ids, dtype=torch.long, device=device),
+                loss_mask=torch.tensor(row.loss_mask, dtype=torch.bool, device=device),
                 features=states.features.to(device=device, dtype=dtype),
                 final_states=final,
                 num_draft_tokens=num_draft_tokens,

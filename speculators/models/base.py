@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -327,7 +327,7 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
     def checkpoint_config(self, dtype: torch.dtype | None = None) -> SpeculatorModelConfig:
         """The config as written beside the weights: the class's name as architecture, the weights' dtype."""
         # The registered class: sharding replaces a model's own by a subclass.
-        architecture = self.registered_model_class_from_config(self.config).__name__
+        architecture = self.registered_model_class_from_config(cast(Any, self.config)).__name__
         return self.config.copy(architectures=[architecture], dtype=dtype or self.dtype)
 
 

@@ -52,7 +52,7 @@ class Feeder:
 
     def filler(self, block_size: int) -> PackedBatch:
         """:meth:`PackedBatch.filler` on the device."""
-        return PackedBatch.filler(block_size, *self._shape).to(self._device, dtype=self._dtype)
+        return PackedBatch.filler(block_size, *self._shape).to(self._device, dtype=self.dtype)
 
     def attach(self, batch: PackedBatch, answers: Iterator[list[HiddenStates]], noise_epoch: int | None = None) -> PackedBatch:
         """The batch with the next answer's states, on the device.

@@ -269,16 +269,13 @@ class Trainer:
     # -- validation and logging --------------------------------------------------------------------------------------------
 
     def validate(self, record: bool = True, predict: bool = False) -> dict[str, float]:
-        """Means over the validation rows; empty without any.
-
-        :param predict: also replay some of them as the decoder would run.
-        """
+        """Means over the validation rows, and with ``predict`` of a replay of some of them; empty without any."""
         if not self.validation_rows:
             return {}
         self.draft.eval()
         sums, answers = MetricSums(self.accelerator.device), self.feeder.stream(self.validation_rows)
-        measure = partial(validation_sums, self.draft, teacher=self.teacher, config=self.loss_config)
-        measure = partial(measure, impl=self._impl, attn_impl=self._attn_impl)
+        how: Any = {"impl": self._impl, "attn_impl": self._attn_impl}
+        measure = partial(validation_sums, self.draft, teacher=self.teacher, config=self.loss_config, **how)
         with bar("Validation", len(self.validation_rows), shown=self._shown and record, passing=True) as done:
             for index, packed in enumerate(self.validation_rows):
                 # The same anchors every time, so that epochs can be compared.
