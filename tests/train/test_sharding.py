@@ -88,6 +88,9 @@ def main(folder: Path) -> None:
     assert accelerator.num_processes == 2
     for checkpointing in (False, True):
         compare(folder, accelerator, checkpointing)
+    # Together and with nothing left that belongs to the group, as the trainer ends.
+    accelerator.free_memory()
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
