@@ -10,10 +10,11 @@ import importlib
 import json
 import os
 import pkgutil
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, Unpack
 
 import torch
 import transformers
@@ -22,6 +23,7 @@ from transformers import PretrainedConfig
 
 from speculators.errors import ConfigError
 from speculators.files import write_text_atomically
+from speculators.hub import PushOptions, check_push_options, push_folder
 from speculators.proposals import TokenProposalConfig
 
 __all__ = ["SpeculatorModelConfig", "SpeculatorsConfig", "UnsupportedCheckpointError", "VerifierConfig", "reload_schemas"]
@@ -308,13 +310,59 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
     def to_json_string(self, use_diff: bool = True) -> str:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write ``config.json`` into a folder (created if absent). Pushing to a hub is not supported here."""
-        if push_to_hub or kwargs:
-            raise ConfigError("save_pretrained writes a folder only; push it with `hf upload`")
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **push: Unpack[PushOptions]
+    ) -> None:
+        """Write ``config.json`` into a folder (created if absent).
+
+        :param push_to_hub: upload it, too; ``push`` says where, ``repo_id`` is the folder's name when left out.
+        :raises ConfigError: an option is wrong.
+        """
+        check_push_options(push, push_to_hub)
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(folder / "config.json", self.to_json_string())
+        if push_to_hub:
+            push.setdefault("repo_id", folder.resolve().name)
+            self.push_to_hub(**push)
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        tags: Sequence[str] | None = None,
+    ) -> str:
+        """Upload ``config.json`` alone to a hub repository, created if absent, in one commit.
+
+        :param repo_id: ``name`` in your own namespace, or ``owner/name``; the others as for a model.
+        :returns: the commit's address.
+        :raises SpeculatorsError: the hub cannot be reached or refuses.
+        """
+        return push_folder(
+            self.save_pretrained,
+            "Upload draft config",
+            self.verifier_hub_id,
+            repo_id=repo_id,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            tags=tags,
+        )
+
+    @property
+    def verifier_hub_id(self) -> str | None:
+        """The verifier's hub id, ``owner/name``; None when it is not recorded or is a folder."""
+        name = self.speculators_config.verifier.name_or_path if self.speculators_config is not None else None
+        return name if name is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name) else None
 
 
 def reload_schemas() -> None:

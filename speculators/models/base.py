@@ -1,36 +1,29 @@
-"""What every family's model shares: the registry, reading and writing checkpoints, and the verifier's frozen parts.
+"""What every family's model shares: the registry, reading checkpoints, and the verifier's frozen parts.
 
-A checkpoint folder holds ``config.json`` and ``model.safetensors``. The frozen ``embed_tokens`` and ``lm_head`` are copies of
-the verifier's, so by default they are left out where the verifier can supply them (a reduced ``lm_head`` is written: engines
-need it); ``include_embeddings=True`` writes them too. Reading takes either form.
+A checkpoint folder holds ``config.json`` and ``model.safetensors``, with or without the verifier's frozen parts (see
+:mod:`speculators.models.saving`). Reading takes either form, and shards and ``.bin`` files, too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from speculators.config import SpeculatorModelConfig
 from speculators.errors import ConfigError, VerifierError
+from speculators.models.checkpoint_files import WeightFiles
+from speculators.models.saving import EMBEDDING, HEAD, WritableModel
 from speculators.models.verifier_weights import VerifierPart, read_verifier_weights
-from speculators.models.vocabulary import DraftVocabularyMixin, d2t_from_t2d, t2d_from_d2t
+from speculators.models.vocabulary import d2t_from_t2d, t2d_from_d2t
 
 if TYPE_CHECKING:
     from speculators.models.drafter import Drafter
 
 __all__ = ["SpeculatorModel"]
-
-WEIGHTS_NAME = "model.safetensors"
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 #: Tensors that other writers leave in a file and that nothing here needs.
 _IGNORED_PREFIXES = ("verifier_lm_head.", "verifier_norm.")
@@ -38,7 +31,7 @@ _IGNORED_PREFIXES = ("verifier_lm_head.", "verifier_norm.")
 RegisteredModel = TypeVar("RegisteredModel", bound="type[SpeculatorModel]")
 
 
-class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
+class SpeculatorModel(WritableModel):
     """Base of draft models. ``SpeculatorModel(config)`` has fresh weights, the verifier's parts included (as tests want);
     :meth:`from_verifier` starts a draft for training and :meth:`from_pretrained` reads a checkpoint.
     """
@@ -106,6 +99,13 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
         raise NotImplementedError
 
     # ---- fresh models ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def without_weights(cls, config: SpeculatorModelConfig) -> Self:
+        """The model of a config on torch's meta device: shapes and sizes, at no cost in memory."""
+        model_class = cls if cls is not SpeculatorModel else cls.registered_model_class_from_config(config)
+        with torch.device("meta"):
+            return model_class(config)  # type: ignore[return-value]
 
     @classmethod
     def from_verifier(
@@ -185,7 +185,7 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
         token: str | bool | None = None,
         revision: str = "main",
     ) -> Self:
-        """Read a checkpoint: a folder or a hub repository with ``config.json`` and ``model.safetensors``.
+        """Read a checkpoint: a folder or a hub repository with ``config.json`` and weights, in one file or in shards.
 
         The verifier is read only for frozen parts that the file lacks.
 
@@ -210,9 +210,8 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
         if not issubclass(model_class, cls):
             raise ConfigError(f"{path!r} holds a {model_class.__name__}, not a {cls.__name__}; load it with SpeculatorModel")
         # No memory is spent on weights that are about to be replaced.
-        with torch.device("meta"):
-            model: Any = model_class(config)
-        tensors = _read_checkpoint(path, where)
+        model: Any = model_class.without_weights(config)
+        tensors = WeightFiles(path, where=where).read()
         model._load(path, tensors, dtype=dtype, verifier=verifier, t2d=t2d, d2t=d2t)
         return model.to(device).eval()
 
@@ -269,80 +268,3 @@ class SpeculatorModel(DraftVocabularyMixin, PreTrainedModel):
         elif stored_d2t is None and stored_t2d is not None:
             stored_d2t = d2t_from_t2d(stored_t2d.bool())
         self.load_vocab_mappings(stored_t2d, stored_d2t)
-
-    # ---- writing --------------------------------------------------------------------------------------------------
-
-    def checkpoint_tensors(
-        self,
-        *,
-        dtype: torch.dtype | None = None,
-        include_embeddings: bool = False,
-        state_dict: Mapping[str, Tensor] | None = None,
-    ) -> dict[str, Tensor]:
-        """Tensors as the file holds them: on the CPU, contiguous, floats in ``dtype`` (their own when None).
-
-        :param state_dict: what to write instead of the model's own state (as gathered from shards); the model fills in what it
-            lacks.
-        """
-        tensors = dict(self.state_dict())
-        if state_dict is not None:
-            tensors.update(state_dict)
-        if not include_embeddings:
-            tensors.pop(EMBEDDING, None)
-            if not self.reduced_vocabulary:
-                tensors.pop(HEAD, None)
-        written = {}
-        for name, tensor in tensors.items():
-            value = tensor.detach()
-            value = value.to(device="cpu", dtype=dtype if dtype is not None and value.is_floating_point() else value.dtype)
-            written[name] = value.contiguous()
-        return written
-
-    def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype | None = None,
-        include_embeddings: bool = False,
-        state_dict: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """Write the checkpoint folder (created if absent). A reader never sees half a file: each is renamed into place.
-
-        :param dtype: of the floating-point tensors; None keeps the model's. Serving engines expect bfloat16.
-        :param include_embeddings: also write ``embed_tokens``, and ``lm_head`` where the vocabulary is whole.
-        """
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = self.checkpoint_tensors(dtype=dtype, include_embeddings=include_embeddings, state_dict=state_dict)
-        temporary = folder / f".{WEIGHTS_NAME}.tmp"
-        try:
-            save_file(tensors, temporary, metadata={"format": "pt"})
-            os.replace(temporary, folder / WEIGHTS_NAME)
-        except SafetensorError as error:
-            raise OSError(f"could not write {folder / WEIGHTS_NAME}: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        self.checkpoint_config(dtype).save_pretrained(folder)
-
-    def checkpoint_config(self, dtype: torch.dtype | None = None) -> SpeculatorModelConfig:
-        """The config as written beside the weights: the class's name as architecture, the weights' dtype."""
-        # The registered class: sharding replaces a model's own by a subclass.
-        architecture = self.registered_model_class_from_config(cast(Any, self.config)).__name__
-        return self.config.copy(architectures=[architecture], dtype=dtype or self.dtype)
-
-
-def _read_checkpoint(path: str, where: dict[str, Any]) -> dict[str, Tensor]:
-    """All tensors of a checkpoint's ``model.safetensors``, in their own dtypes."""
-    file_path: Any = os.path.join(path, WEIGHTS_NAME)
-    if not os.path.isdir(path):
-        try:
-            file_path = cached_file(path, WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **where)
-        except (OSError, ValueError):
-            file_path = None
-    if file_path is None or not os.path.isfile(file_path):
-        raise ConfigError(f"no {WEIGHTS_NAME} at {path!r}; give the folder of a speculator checkpoint")
-    try:
-        with safe_open(file_path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {file_path} ({error}); the file is torn, take another checkpoint") from error

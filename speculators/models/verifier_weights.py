@@ -5,20 +5,17 @@ Only the tensors asked for are read. Shape letters: V verifier and D draft vocab
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
-from transformers.utils import cached_file
 
 from speculators.errors import VerifierError
+from speculators.models.checkpoint_files import WeightFiles
 
 __all__ = [
     "VerifierHead",
@@ -74,8 +71,6 @@ _NORM_ADDS_ONE = frozenset(
     }
 )
 
-_WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
-
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """The language model's part of a config; the config itself if it is not composite."""
@@ -110,23 +105,15 @@ def read_verifier_weights(name_or_path: str | os.PathLike[str], parts: Iterable[
     :param name_or_path: folder or hub id; a hub id is looked up as transformers does.
     :raises VerifierError: no weights there, or a part is missing, quantised or unreadable.
     """
-    index = _weight_index(name_or_path)
-    found: dict[VerifierPart, Tensor] = {}
-    for part in parts:
-        name = _find(index, part)
-        if name is None and part == "lm_head":
-            name = _find(index, "embed_tokens")
-        if name is None:
-            raise VerifierError(
-                f"the verifier {str(name_or_path)!r} has no tensor that looks like its {part}, so it cannot be used"
-            )
-        tensor = _read(name_or_path, index[name], name)
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise VerifierError(
-                f"the verifier's {name} is quantised ({str(tensor.dtype).removeprefix('torch.')}); point to an unquantised copy"
-            )
-        found[part] = tensor
-    return found
+    files = _files(name_or_path)
+    names = {part: _name_of(part, files.index, name_or_path) for part in parts}
+    tensors = files.read(dict.fromkeys(names.values()))
+    for name, tensor in tensors.items():
+        scales = [other for other in files.index if other.startswith(name + "_scale")]
+        if not tensor.is_floating_point() or tensor.element_size() < 2 or scales:
+            how = str(tensor.dtype).removeprefix("torch.") + (f" with {scales[0]}" if scales else "")
+            raise VerifierError(f"the verifier's {name} is quantised ({how}); point to an unquantised copy of the verifier")
+    return {part: tensors[name] for part, name in names.items()}
 
 
 def read_layer_weights(name_or_path: str | os.PathLike[str], layer: int) -> dict[str, Tensor]:
@@ -135,24 +122,51 @@ def read_layer_weights(name_or_path: str | os.PathLike[str], layer: int) -> dict
     :param layer: 0-based decoder layer.
     :raises VerifierError: no weights there, or one is unreadable.
     """
-    index = _weight_index(name_or_path)
+    files = _files(name_or_path)
     mark = f"layers.{layer}."
     # The language model's layers are those under the shortest prefix; vision towers and MTP layers have longer ones.
     prefixes = {
-        name[: name.index(mark) + len(mark)] for name in index if mark in name and not any(m in name for m in _FOREIGN[1:])
+        name[: name.index(mark) + len(mark)]
+        for name in files.index
+        if mark in name and not any(m in name for m in _FOREIGN[1:])
     }
     if not prefixes:
         return {}
     prefix = min(prefixes, key=lambda text: (len(text), text))
-    tensors = {name.removeprefix(prefix): _read(name_or_path, index[name], name) for name in index if name.startswith(prefix)}
-    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() >= 2}
+    tensors = files.read(name for name in files.index if name.startswith(prefix))
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.element_size() >= 2
+    }
 
 
-def _find(index: dict[str, str], part: VerifierPart) -> str | None:
+def _files(name_or_path: str | os.PathLike[str]) -> WeightFiles:
+    return WeightFiles(name_or_path, owner="verifier", error=VerifierError)
+
+
+def _name_of(part: VerifierPart, index: Mapping[str, str], source: str | os.PathLike[str]) -> str:
+    name = _find(index, part)
+    if name is None:
+        # A quantised head keeps its rows under another name; taking it for a tied one would be silently wrong.
+        stems = [known.removesuffix("weight") for known in _NAMES[part]]
+        packed = sorted(other for other in index if _is_own(other) and _ends_in_stem(other, stems))
+        if packed:
+            raise VerifierError(
+                f"the verifier's {part} is quantised ({packed[0]}); point to an unquantised copy of the verifier"
+            )
+        if part == "lm_head":
+            name = _find(index, "embed_tokens")
+    if name is None:
+        raise VerifierError(f"the verifier {str(source)!r} has no tensor that looks like its {part}, so it cannot be used")
+    return name
+
+
+def _find(index: Mapping[str, str], part: VerifierPart) -> str | None:
     for known in _NAMES[part]:
         if known in index:
             return known
-    own = [name for name in index if not any(mark in name for mark in _FOREIGN)]
+    own = [name for name in index if _is_own(name)]
     for known in _NAMES[part]:
         matches = [name for name in own if name.endswith("." + known)]
         if matches:
@@ -160,47 +174,15 @@ def _find(index: dict[str, str], part: VerifierPart) -> str | None:
     return None
 
 
-def _locate(name_or_path: str | os.PathLike[str], filename: str) -> Path | None:
-    if os.path.isdir(name_or_path):
-        path = Path(name_or_path) / filename
-        return path if path.is_file() else None
-    try:
-        found = cached_file(str(name_or_path), filename, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError):
-        return None
-    return Path(found) if found else None
+def _is_own(name: str) -> bool:
+    """Whether a tensor is the language model's and outside its layers."""
+    return not any(mark in name for mark in _FOREIGN)
 
 
-def _weight_index(name_or_path: str | os.PathLike[str]) -> dict[str, str]:
-    """Tensor name -> file name."""
-    for filename in _WEIGHT_FILES:
-        path = _locate(name_or_path, filename)
-        if path is None:
-            continue
-        try:
-            if filename.endswith(".index.json"):
-                return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-            if filename.endswith(".safetensors"):
-                with safe_open(path, framework="pt") as file:
-                    return dict.fromkeys(file.keys(), filename)
-            return dict.fromkeys(torch.load(path, weights_only=True, mmap=True, map_location="cpu"), filename)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise VerifierError(f"cannot read the verifier's {path} ({error}); fetch the file again") from error
-    raise VerifierError(f"no verifier weights at {str(name_or_path)!r}; give the folder with the verifier's model.safetensors")
-
-
-def _read(name_or_path: str | os.PathLike[str], filename: str, name: str) -> Tensor:
-    path = _locate(name_or_path, filename)
-    if path is None:
-        raise VerifierError(f"the verifier {str(name_or_path)!r} lacks its weight file {filename}; fetch it again")
-    try:
-        if filename.endswith(".safetensors"):
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
-        # Cloned, because the mapped file would otherwise stay open.
-        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")[name].clone()
-    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-        raise VerifierError(f"cannot read {name} from the verifier's {path} ({error}); fetch the file again") from error
+def _ends_in_stem(name: str, stems: Iterable[str]) -> bool:
+    """Whether a tensor belongs to one of these modules: ``lm_head.weight_packed`` to ``lm_head.``; biases do not count."""
+    owner, _, leaf = name.rpartition(".")
+    return leaf != "bias" and any(f"{owner}.".endswith("." + stem) or f"{owner}." == stem for stem in stems)
 
 
 class VerifierHead(nn.Module):

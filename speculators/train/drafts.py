@@ -16,6 +16,7 @@ from speculators.data.vocabulary import VocabularyMapping
 from speculators.errors import ConfigError, SpeculatorsError
 from speculators.losses import LossConfig
 from speculators.models import DFlashSpeculatorConfig, DSparkSpeculatorConfig, SpeculatorModel
+from speculators.models.checkpoint_files import has_weights
 from speculators.models.draft_config import build_draft_config, default_layer_ids
 from speculators.models.verifier_weights import text_config
 from speculators.models.warm_start import start_from_verifier
@@ -23,7 +24,7 @@ from speculators.train.checkpoints import disk_is_full
 from speculators.train.config.derived import derive
 from speculators.train.config.model import TrainConfig
 
-__all__ = ["DraftInputs", "build_draft", "build_loss_config", "checkpoint_config", "has_weights", "save_draft"]
+__all__ = ["DraftInputs", "brings_weights", "build_draft", "build_loss_config", "checkpoint_config", "save_draft"]
 
 _CONFIG_CLASSES: dict[str, type[DFlashSpeculatorConfig]] = {"dflash": DFlashSpeculatorConfig, "dspark": DSparkSpeculatorConfig}
 
@@ -74,7 +75,7 @@ def checkpoint_config(config: TrainConfig) -> DFlashSpeculatorConfig | None:
             f"--from-pretrained {path} is a {found.speculators_model_type} draft; train it with "
             f"--speculator-type {found.speculators_model_type}"
         )
-    if has_weights(path) and config.draft.d2t_path is not None:
+    if brings_weights(path) and config.draft.d2t_path is not None:
         raise ConfigError(f"--from-pretrained {path} brings its own vocabulary; drop --d2t-path and --t2d-path")
     flat = config.flatten()
     for name, key in _CHECKPOINT_KEYS.items():
@@ -84,9 +85,9 @@ def checkpoint_config(config: TrainConfig) -> DFlashSpeculatorConfig | None:
     return found
 
 
-def has_weights(draft: str) -> bool:
+def brings_weights(draft: str) -> bool:
     """Whether ``--from-pretrained`` is more than a config: a folder with weights, or a name to be looked up."""
-    return not Path(draft).is_dir() or (Path(draft) / "model.safetensors").is_file()
+    return not Path(draft).is_dir() or has_weights(draft)
 
 
 def build_draft(
@@ -107,7 +108,7 @@ def build_draft(
     else:
         draft_config = start.copy(**values)
         _point_at_verifier(draft_config, inputs)
-        if has_weights(config.draft.from_pretrained):
+        if brings_weights(config.draft.from_pretrained):
             model: Any = SpeculatorModel.from_pretrained(
                 config.draft.from_pretrained, config=draft_config, verifier=inputs.verifier_path, t2d=t2d, d2t=d2t
             )

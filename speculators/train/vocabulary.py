@@ -21,7 +21,7 @@ from speculators.data.vocabulary import (
 from speculators.errors import ConfigError
 from speculators.models import DFlashSpeculatorConfig
 from speculators.train.config.model import TrainConfig
-from speculators.train.drafts import has_weights
+from speculators.train.drafts import brings_weights
 
 __all__ = ["choose_mapping", "choose_mask_token"]
 
@@ -50,7 +50,7 @@ def choose_mapping(
         raise ConfigError(f"--draft-vocab-size {size} is larger than the verifier's vocabulary of {vocab_size}; choose less")
     if draft.d2t_path is not None and draft.t2d_path is not None:
         return load_mapping_files(draft.d2t_path, draft.t2d_path, size, vocab_size)
-    if start is not None and has_weights(config.draft.from_pretrained):
+    if start is not None and brings_weights(config.draft.from_pretrained):
         return None
     if size is None:
         if draft.token_freq_path is not None:

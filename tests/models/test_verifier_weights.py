@@ -192,5 +192,5 @@ def test_unusable_verifiers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(VerifierError, match="no tensor that looks like its norm"):
         read_verifier_weights(folder, ("norm",))
     (folder / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(VerifierError, match="fetch the file again"):
+    with pytest.raises(VerifierError, match="torn or foreign, fetch it again"):
         read_verifier_weights(folder, ("lm_head",))
