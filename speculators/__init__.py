@@ -14,6 +14,12 @@ if TYPE_CHECKING:
         DSparkDraftModel,
         DSparkSpeculator,
         DSparkSpeculatorConfig,
+        Eagle3DraftModel,
+        Eagle3Speculator,
+        Eagle3SpeculatorConfig,
+        PEagleDraftModel,
+        PEagleSpeculator,
+        PEagleSpeculatorConfig,
         SpeculatorModel,
     )
     from speculators.proposals import TokenProposalConfig
@@ -31,6 +37,12 @@ _MODULES = {
     "DSparkDraftModel": "speculators.models",
     "DSparkSpeculator": "speculators.models",
     "DSparkSpeculatorConfig": "speculators.models",
+    "Eagle3DraftModel": "speculators.models",
+    "Eagle3Speculator": "speculators.models",
+    "Eagle3SpeculatorConfig": "speculators.models",
+    "PEagleDraftModel": "speculators.models",
+    "PEagleSpeculator": "speculators.models",
+    "PEagleSpeculatorConfig": "speculators.models",
     "SpeculatorModel": "speculators.models",
 }
 
@@ -41,6 +53,12 @@ __all__ = [
     "DSparkDraftModel",
     "DSparkSpeculator",
     "DSparkSpeculatorConfig",
+    "Eagle3DraftModel",
+    "Eagle3Speculator",
+    "Eagle3SpeculatorConfig",
+    "PEagleDraftModel",
+    "PEagleSpeculator",
+    "PEagleSpeculatorConfig",
     "SpeculatorModel",
     "SpeculatorModelConfig",
     "SpeculatorsConfig",

@@ -28,8 +28,12 @@ from torch import Tensor
 __all__ = [
     "PAD_DOCUMENT",
     "BlockLayout",
+    "ChainLayout",
+    "DraftLayout",
     "WindowReference",
     "anchor_candidates",
+    "chain_window",
+    "has_pair",
     "block_input_ids",
     "counted_predictions",
     "depth_weight",
@@ -46,6 +50,9 @@ Integers = TypeVar("Integers", int, Any)
 
 #: ``document_ids`` value of padding.
 PAD_DOCUMENT = -1
+
+#: The most tokens a recurrent chain drafts at a time; no draft is worth verifying so far ahead.
+MAX_CHAIN = 64
 
 #: Where a sliding window is measured from: the block's anchor (upstream: ``c >= a - W``) or each slot's own position
 #: (serving engines and SpecForge: ``c >= a + k - (W - 1)``).
@@ -92,6 +99,16 @@ class BlockLayout:
         """Slot that predicts the token of ``depth``."""
         return depth + self.first_predicting_slot
 
+    @property
+    def most_draft_tokens(self) -> int:
+        """The most tokens that can be drafted at a time."""
+        return self.max_draft_tokens
+
+    @property
+    def first_anchor(self) -> int:
+        """Position of the first token of a document that may be an anchor."""
+        return 0
+
     def query_slots(self, num_tokens: int) -> int:
         """Slots to run in order to draft ``num_tokens`` tokens, as serving engines do: n, or 1 + n in the fill-in layout."""
         if not 1 <= num_tokens <= self.max_draft_tokens:
@@ -100,6 +117,91 @@ class BlockLayout:
                 f"ask for 1 to {self.max_draft_tokens}"
             )
         return num_tokens + self.first_predicting_slot
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLayout:
+    """Drafts whose slots each read a token and a state: EAGLE-3, P-EAGLE, MTP.
+
+    Slot 0 of anchor ``a`` reads ``(x_a, h_{a-1})``, the newest token and the verifier's state before it; slot ``k`` sits at
+    position ``a + k`` and predicts ``x_{a+1+k}``, so the depth of its prediction is ``k``. What slot 0 sees of the context is
+    the pairs ``(x_t, h_{t-1})`` with ``t < a`` of its document: :func:`sees_context` on the tokens' positions. A document's
+    first token has no state before it, so there is no pair of it and it cannot be an anchor.
+
+    :param steps: N, slots that are trained.
+    :param recurrent: whether slot k reads what slot k - 1 gave out, so that drafting can go on past ``steps``; else slots
+        1, 2, ... read a mask and all run at once.
+    """
+
+    steps: int
+    recurrent: bool
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"a chain of {self.steps} steps predicts no token; use at least 1")
+
+    @property
+    def name(self) -> str:
+        return "chain" if self.recurrent else "parallel chain"
+
+    @property
+    def first_predicting_slot(self) -> int:
+        return 0
+
+    @property
+    def block_size(self) -> int:
+        """Slots that are trained."""
+        return self.steps
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """N, the tokens a slot is trained for."""
+        return self.steps
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """The most tokens that can be drafted at a time."""
+        return MAX_CHAIN if self.recurrent else self.steps
+
+    @property
+    def first_anchor(self) -> int:
+        return 1
+
+    def depth_of_slot(self, slot: Integers) -> Integers:
+        return slot
+
+    def slot_of_depth(self, depth: Integers) -> Integers:
+        return depth
+
+    def query_slots(self, num_tokens: int) -> int:
+        """Slots to run in order to draft ``num_tokens`` tokens."""
+        if not 1 <= num_tokens <= self.most_draft_tokens:
+            raise ValueError(
+                f"cannot draft {num_tokens} tokens with a {self.name} of {self.steps} steps; "
+                f"ask for 1 to {self.most_draft_tokens}"
+            )
+        return num_tokens
+
+
+#: How a family's slots map to the tokens they predict.
+DraftLayout = BlockLayout | ChainLayout
+
+
+def has_pair(document_ids: Tensor) -> Tensor:
+    """Which tokens of a packed row have a state before them in their document, bool ``[T]``; see :class:`ChainLayout`."""
+    inside = document_ids != PAD_DOCUMENT
+    inside[1:] &= document_ids[1:] == document_ids[:-1]
+    inside[:1] = False
+    return inside
+
+
+def chain_window(window: int | None, reference: WindowReference) -> int | None:
+    """A chain's sliding window of W tokens, the query's own included, as :func:`sees_context` counts it.
+
+    Measured from the slot that is ``c > a + k - W``, which :func:`sees_context` has too; from the anchor (upstream's EAGLE-3)
+    ``c > a - W``, one token less than a block's ``c >= a - W``.
+    """
+    return window - 1 if window is not None and reference == "anchor" else window
 
 
 def slot_position(anchor: Integers, slot: Integers) -> Integers:
@@ -161,17 +263,18 @@ def block_input_ids(anchor_ids: Tensor, num_slots: int, mask_token_id: int) -> T
     return ids
 
 
-def anchor_candidates(loss_mask: Tensor, document_ids: Tensor) -> Tensor:
+def anchor_candidates(loss_mask: Tensor, document_ids: Tensor, first_anchor: int = 0) -> Tensor:
     """Positions that may start a block: a supervised token whose successor is supervised, in one document.
 
     :param loss_mask: bool ``[T]``, true on supervised (assistant) tokens.
     :param document_ids: int ``[T]``, :data:`PAD_DOCUMENT` on padding.
+    :param first_anchor: 1 where a document's first token cannot be an anchor (:class:`ChainLayout`).
     :returns: bool ``[T]``.
     """
     candidates = torch.zeros_like(loss_mask, dtype=torch.bool)
     supervised = loss_mask.bool() & (document_ids != PAD_DOCUMENT)
     candidates[:-1] = supervised[:-1] & supervised[1:] & (document_ids[:-1] == document_ids[1:])
-    return candidates
+    return candidates & has_pair(document_ids) if first_anchor else candidates
 
 
 def counted_predictions(anchors: Tensor, num_depths: int, loss_mask: Tensor, document_ids: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from speculators.models.base import SpeculatorModel
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculator, DFlashSpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculator, DSparkSpeculatorConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3Speculator, Eagle3SpeculatorConfig
+from speculators.models.peagle import PEagleDraftModel, PEagleSpeculator, PEagleSpeculatorConfig
 
 __all__ = [
     "DFlashDraftModel",
@@ -13,5 +15,11 @@ __all__ = [
     "DSparkDraftModel",
     "DSparkSpeculator",
     "DSparkSpeculatorConfig",
+    "Eagle3DraftModel",
+    "Eagle3Speculator",
+    "Eagle3SpeculatorConfig",
+    "PEagleDraftModel",
+    "PEagleSpeculator",
+    "PEagleSpeculatorConfig",
     "SpeculatorModel",
 ]

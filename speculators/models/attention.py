@@ -11,10 +11,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from speculators.layout import PAD_DOCUMENT, WindowReference, sees_block, sees_context
 
-__all__ = ["AttentionImpl", "AttentionPlan", "attend", "block_attention", "plan_attention"]
+__all__ = ["AttentionImpl", "AttentionPlan", "attend", "block_attention", "causal_attention", "plan_attention"]
 
 AttentionImpl = Literal["reference", "document"]
 
@@ -102,10 +103,10 @@ def block_attention(
     :func:`~speculators.layout.sees_context` holds, and slot (j, k') of its own block iff
     :func:`~speculators.layout.sees_block` holds.
 
-    :param q: ``[A, K, h, c]``, rotated.
-    :param k_context: ``[T, g, c]``, rotated; ``v_context`` alike. h is a multiple of g: neighbouring query heads share a
-        key head.
-    :param k_block: ``[A, K, g, c]``, rotated; ``v_block`` alike.
+    :param q: ``[A, K, h, c]``, rotated: the last K of the blocks' slots.
+    :param k_context: ``[T, g, c]``, rotated; ``v_context`` alike, with a head size of its own. h is a multiple of g:
+        neighbouring query heads share a key head.
+    :param k_block: ``[A, K', g, c]``, rotated, K' >= K; ``v_block`` alike.
     :param anchors: int ``[A]``, row positions, in any order.
     :param document_ids: int ``[T]``.
     :param window: sliding window in tokens; None is full attention.
@@ -114,8 +115,8 @@ def block_attention(
         document only.
     :param plan: cut of the row for ``document`` as from :func:`plan_attention`; made here when None.
     """
+    slots = torch.arange(k_block.shape[1] - q.shape[1], k_block.shape[1], device=q.device)
     if impl == "reference":
-        slots = torch.arange(q.shape[1], device=q.device)
         positions = torch.arange(k_context.shape[0], device=q.device)
         visible = sees_context(positions, anchors[:, None, None], slots[None, :, None], window, window_reference)
         documents = document_ids[anchors][:, None, None]
@@ -127,10 +128,10 @@ def block_attention(
         plan = plan_attention(anchors, document_ids, window=window, window_reference=window_reference)
     if not plan.ranges:
         # No block: an empty output that still hangs on every input, so that all ranks have the same graph.
-        return q + 0.0 * (k_context.sum() + v_context.sum() + k_block.sum() + v_block.sum())
+        empty = q.new_zeros(*q.shape[:-1], v_block.shape[-1])
+        return empty + 0.0 * (q.sum() + k_context.sum() + v_context.sum() + k_block.sum() + v_block.sum())
     if plan.order is not None:
         q, k_block, v_block = q[plan.order], k_block[plan.order], v_block[plan.order]
-    slots = torch.arange(q.shape[1], device=q.device)
     contexts = []
     for part in plan.ranges:
         positions = torch.arange(part.context_start, part.context_end, device=q.device)
@@ -171,9 +172,9 @@ def attend(
 ) -> Tensor:
     """Attention of all blocks over one common context and their own slots.
 
-    :param q: ``[A, K, h, c]``.
+    :param q: ``[A, K, h, c]``, the last K of the blocks' slots.
     :param k_context: ``[L, g, c]``; ``v_context`` alike.
-    :param k_block: ``[A, K, g, c]``; ``v_block`` alike.
+    :param k_block: ``[A, K', g, c]``; ``v_block`` alike.
     :param visible: bool, broadcastable to ``[A, K, L]``; None: all the context is visible.
     :returns: ``[A, K, h, c]``.
     """
@@ -188,7 +189,7 @@ def _attend_ranges(q: Tensor, k_block: Tensor, v_block: Tensor, contexts: list[_
     the context is done for all blocks at once: many small matmuls cost more than one large one.
     """
     num_blocks, num_slots, num_heads, head_dim = q.shape
-    num_kv_heads = k_block.shape[2]
+    num_keys, num_kv_heads = k_block.shape[1:3]
     group = num_heads // num_kv_heads
     rows = num_slots * group
     # [g, A, K * group, c]: the rows of one block and key head together.
@@ -196,10 +197,10 @@ def _attend_ranges(q: Tensor, k_block: Tensor, v_block: Tensor, contexts: list[_
     folded = folded.reshape(num_kv_heads, num_blocks, rows, head_dim)
     # Key rows are laid out contiguously before they are transposed: batched matmul is slow on the other order.
     keys = k_block.permute(2, 0, 1, 3).contiguous()  # [g, A, K, c]
-    block_scores = torch.matmul(folded, keys.transpose(-1, -2))  # [g, A, K * group, K]
+    block_scores = torch.matmul(folded, keys.transpose(-1, -2))  # [g, A, K * group, K']
     if causal_block:
-        slots = torch.arange(num_slots, device=q.device)
-        unseen = ~sees_block(slots[:, None], slots[None, :], causal=True)
+        slots = torch.arange(num_keys, device=q.device)
+        unseen = ~sees_block(slots[num_keys - num_slots :, None], slots[None, :], causal=True)
         block_scores = block_scores.masked_fill(unseen.repeat_interleave(group, dim=0), float("-inf"))
 
     outputs, block_weights = [], []
@@ -214,10 +215,52 @@ def _attend_ranges(q: Tensor, k_block: Tensor, v_block: Tensor, contexts: list[_
                 unseen = unseen.repeat_interleave(group, dim=-2)
             scores = scores.masked_fill(unseen, float("-inf"))
         weights = torch.cat([scores, block_run], dim=-1).softmax(dim=-1)
-        context_weights, own_weights = weights.split([length, num_slots], dim=-1)
+        context_weights, own_weights = weights.split([length, num_keys], dim=-1)
         output = torch.bmm(context_weights.flatten(1, 2), context.values.transpose(0, 1))
         outputs.append(output.unflatten(1, (-1, rows)))
         block_weights.append(own_weights)
     output = torch.cat(outputs, dim=1) + torch.matmul(torch.cat(block_weights, dim=1), v_block.permute(2, 0, 1, 3))
-    output = output.view(num_kv_heads, num_blocks, num_slots, group, head_dim).permute(1, 2, 0, 3, 4)
-    return output.reshape(num_blocks, num_slots, num_heads, head_dim)
+    output = output.unflatten(2, (num_slots, group)).permute(1, 2, 0, 3, 4)
+    return output.reshape(num_blocks, num_slots, num_heads, -1)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, *, window: int | None = None, impl: AttentionImpl = "document"
+) -> Tensor:
+    """Attention of rows over the rows up to their own, within their document, ``[Q, h, c]``.
+
+    :param q: ``[Q, h, c]``, rotated: the last Q rows of the keys.
+    :param k: ``[L, g, c]``, rotated; ``v`` alike, with a head size of its own.
+    :param document_ids: int ``[L]``, each document one run of rows.
+    :param window: rows that a row sees, its own included; None: all.
+    :param impl: ``reference`` masks a dense table; ``document`` goes document by document.
+    """
+    rows, offset = torch.arange(k.shape[0], device=q.device), k.shape[0] - q.shape[0]
+    if impl == "reference":
+        return _masked(q, k, v, _causal(rows[offset:], rows, window) & (document_ids[offset:, None] == document_ids))
+    lengths = document_ids.unique_consecutive(return_counts=True)[1].tolist()
+    outputs, start = [], 0
+    for length in lengths:
+        end, first = start + length, max(start, offset)
+        if end > first:
+            queries, keys, values = q[first - offset : end - offset], k[start:end], v[start:end]
+            plain = window is None or length <= window
+            visible = None if plain and first == start else _causal(rows[first:end], rows[start:end], window)
+            outputs.append(_masked(queries, keys, values, visible))
+        start = end
+    return torch.cat(outputs) if outputs else q.new_zeros(0, q.shape[1], v.shape[-1])
+
+
+def _causal(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Which of the key rows ``[L]`` each query row ``[Q]`` sees; its own always."""
+    return sees_context(keys, queries[:, None] + 1, 0, window)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """Fused attention of one document; None: causal."""
+    heads, keys, values = (part.transpose(0, 1)[None] for part in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    output = F.scaled_dot_product_attention(
+        heads, keys, values, attn_mask=visible, is_causal=visible is None, enable_gqa=grouped
+    )
+    return output[0].transpose(0, 1)

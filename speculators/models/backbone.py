@@ -18,16 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from speculators.layout import WindowReference, slot_position
 from speculators.models.attention import AttentionImpl, AttentionPlan, block_attention, plan_attention
+from speculators.models.layers import GatedMLP, GroupedAttention, RMSNorm, RotaryEmbedding, Rotation
 
-__all__ = ["BlockAttention", "BlockBackbone", "BlockDecoderLayer", "LayerWindow", "RotaryEmbedding", "apply_rotary"]
-
-#: Cosines and sines ``[..., r]`` of some positions, r being the rotated part of a head.
-Rotation = tuple[Tensor, Tensor]
+__all__ = ["BlockBackbone", "BlockDecoderLayer", "LayerWindow", "layer_windows"]
 
 #: (q, k_context, v_context, k_block, v_block) -> output; shapes as in :func:`~speculators.models.attention.block_attention`.
 AttendBlocks = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -51,111 +47,12 @@ def layer_windows(decoder: PretrainedConfig, sliding_window_non_causal: bool) ->
     return tuple(windows)
 
 
-def head_dim_of(decoder: PretrainedConfig) -> int:
-    return int(getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads)
-
-
-class RotaryEmbedding(nn.Module):
-    """Rotary position embedding from the config's ``rope_parameters``, scaled types (linear, yarn, llama3, ...) included.
-
-    Types whose frequencies depend on the sequence length (dynamic, longrope) keep those of the trained length.
-    """
-
-    inverse_frequencies: Tensor
-
-    def __init__(self, decoder: PretrainedConfig) -> None:
-        super().__init__()
-        parameters = decoder.rope_parameters or {}
-        rope_type = parameters.get("rope_type", "default")
-        # A model may be built on the meta device; frequencies are constants and always real.
-        with torch.device("cpu"):
-            if rope_type == "default":
-                size = int(head_dim_of(decoder) * parameters.get("partial_rotary_factor", 1.0))
-                exponents = torch.arange(0, size, 2, dtype=torch.float) / size
-                frequencies, scale = 1.0 / parameters.get("rope_theta", 10000.0) ** exponents, 1.0
-            else:
-                frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](decoder, torch.device("cpu"))
-        self.scale = float(scale)
-        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """Rotation of position ids ``[...]``: cosines and sines ``[..., r]`` in ``dtype``, computed in fp32 (fp64 for fp64)."""
-        precise = torch.float64 if dtype == torch.float64 else torch.float32
-        frequencies = self.inverse_frequencies.to(device=positions.device, dtype=precise)
-        angles = positions.to(precise)[..., None] * frequencies
-        angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
-
-
-def apply_rotary(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the first r entries of every head.
-
-    :param heads: ``[..., heads, c]``.
-    :param rotation: ``[..., r]`` each.
-    """
-    cosines, sines = (part.unsqueeze(-2) for part in rotation)
-    size = cosines.shape[-1]
-    turned, kept = heads[..., :size], heads[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cosines + torch.cat([-second, first], dim=-1) * sines
-    return turned if kept.shape[-1] == 0 else torch.cat([turned, kept], dim=-1)
-
-
-class RMSNorm(nn.RMSNorm):
-    """``x / rms(x) * weight`` in the weight's dtype: under autocast, bfloat16 projections are normed in float32."""
-
-    def forward(self, states: Tensor) -> Tensor:
-        return super().forward(states.to(self.weight.dtype))
-
-
-class BlockAttention(nn.Module):
-    """Grouped-query attention with per-head RMSNorm of queries and keys; one key/value projection for context and block."""
-
-    def __init__(self, decoder: PretrainedConfig) -> None:
-        super().__init__()
-        hidden, self.head_dim = decoder.hidden_size, head_dim_of(decoder)
-        bias = bool(getattr(decoder, "attention_bias", False))
-        self.q_proj = nn.Linear(hidden, decoder.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, decoder.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, decoder.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(decoder.num_attention_heads * self.head_dim, hidden, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, eps=decoder.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, eps=decoder.rms_norm_eps)
-
-    def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values ``[..., g, c]`` of context rows or normed block states ``[..., H]``."""
-        keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim)))
-        return apply_rotary(keys, rotation), self.v_proj(states).unflatten(-1, (-1, self.head_dim))
-
-    def forward(
-        self, block: Tensor, context_kv: tuple[Tensor, Tensor], block_rotation: Rotation, attend_blocks: AttendBlocks
-    ) -> Tensor:
-        """Output ``[A, K, H]`` of normed block states ``[A, K, H]``; ``context_kv`` is ``[T, g, c]`` each."""
-        queries = apply_rotary(self.q_norm(self.q_proj(block).unflatten(-1, (-1, self.head_dim))), block_rotation)
-        output = attend_blocks(queries, *context_kv, *self.keys_values(block, block_rotation))
-        return self.o_proj(output.flatten(-2))
-
-
-class GatedMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))``."""
-
-    def __init__(self, decoder: PretrainedConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(decoder.hidden_size, decoder.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(decoder.hidden_size, decoder.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(decoder.intermediate_size, decoder.hidden_size, bias=False)
-        self.activation = ACT2FN[decoder.hidden_act]
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
-
-
 class BlockDecoderLayer(nn.Module):
     """One decoder layer over blocks; the context enters as keys and values only, without the layer's input norm."""
 
     def __init__(self, decoder: PretrainedConfig) -> None:
         super().__init__()
-        self.self_attn = BlockAttention(decoder)
+        self.self_attn = GroupedAttention(decoder)
         self.mlp = GatedMLP(decoder)
         self.input_layernorm = RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
@@ -163,7 +60,9 @@ class BlockDecoderLayer(nn.Module):
     def forward(
         self, block: Tensor, context_kv: tuple[Tensor, Tensor], block_rotation: Rotation, attend_blocks: AttendBlocks
     ) -> Tensor:
-        block = block + self.self_attn(self.input_layernorm(block), context_kv, block_rotation, attend_blocks)
+        normed = self.input_layernorm(block)
+        queries, own = self.self_attn.queries(normed, block_rotation), self.self_attn.keys_values(normed, block_rotation)
+        block = block + self.self_attn.output(attend_blocks(queries, *context_kv, *own))
         return block + self.mlp(self.post_attention_layernorm(block))
 
     def over_context(

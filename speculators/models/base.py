@@ -162,6 +162,7 @@ class SpeculatorModel(WritableModel):
                 tensor = tensor[self.t2d.to(tensor.device)]
             device = owner.weight.device if not owner.weight.is_meta else self.device
             owner.weight = nn.Parameter(tensor.to(device=device, dtype=owner.weight.dtype, copy=True), requires_grad=False)
+        self.embed_tokens.requires_grad_(self.trains_embeddings)
 
     def _verifier_name(self) -> str | None:
         speculators_config = self.config.speculators_config
@@ -253,7 +254,7 @@ class SpeculatorModel(WritableModel):
             self.load_verifier_weights(verifier, borrowed)
         self.load_state_dict(loaded, strict=False, assign=True)
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name not in (EMBEDDING, HEAD))
+            parameter.requires_grad_(name != HEAD and (name != EMBEDDING or self.trains_embeddings))
 
     def _load_tables(self, path: str, tensors: dict[str, Tensor], t2d: Tensor | None, d2t: Tensor | None) -> None:
         stored_d2t, stored_t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)

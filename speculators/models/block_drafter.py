@@ -7,7 +7,6 @@ vocabulary, g key/value heads, c head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,49 +16,14 @@ from torch import Tensor
 from speculators.layout import sees_context
 from speculators.models.attention import attend
 from speculators.models.backbone import AttendBlocks
-from speculators.models.drafter import Draft
-from speculators.sampling import SamplingParams, probabilities, sample
+from speculators.models.drafter import Draft, DraftBuilder
+from speculators.models.rows_cache import RowsCache
+from speculators.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from speculators.models.dflash import DFlashDraftModel
 
 __all__ = ["BlockDrafter"]
-
-#: Context rows by which a full cache grows; it also at least doubles, so that appending is cheap.
-GROWTH = 256
-
-
-@dataclass(slots=True)
-class _Context:
-    """One request's cached keys and values: per layer ``[capacity, g, c]``, of which ``length`` rows are filled."""
-
-    length: int = 0
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-
-    def append(self, keys_values: list[tuple[Tensor, Tensor]]) -> None:
-        added = keys_values[0][0].shape[0]
-        needed = self.length + added
-        if not self.keys:
-            self.keys = [keys.new_empty(0, *keys.shape[1:]) for keys, _ in keys_values]
-            self.values = [values.new_empty(0, *values.shape[1:]) for _, values in keys_values]
-        if needed > self.keys[0].shape[0]:
-            capacity = max(needed + GROWTH, 2 * self.keys[0].shape[0])
-            self.keys = [self._grown(keys, capacity) for keys in self.keys]
-            self.values = [self._grown(values, capacity) for values in self.values]
-        for layer, (keys, values) in enumerate(keys_values):
-            self.keys[layer][self.length : needed] = keys
-            self.values[layer][self.length : needed] = values
-        self.length = needed
-
-    def _grown(self, rows: Tensor, capacity: int) -> Tensor:
-        grown = rows.new_empty(capacity, *rows.shape[1:])
-        grown[: self.length] = rows[: self.length]
-        return grown
-
-    def rows(self, start: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer, keys and values from row ``start`` on."""
-        return [(keys[start : self.length], values[start : self.length]) for keys, values in zip(self.keys, self.values)]
 
 
 class BlockDrafter:
@@ -74,7 +38,7 @@ class BlockDrafter:
         self.markov = markov
         self.max_draft_tokens = model.layout.max_draft_tokens
         self.layer_ids = tuple(model.target_layer_ids)
-        self._contexts: list[_Context] = []
+        self._contexts: list[RowsCache] = []
         # Rows that no layer can see any more are skipped; None if a layer sees everything.
         windows = [layer.window for layer in model.windows]
         self._reach = None if None in windows else max(window for window in windows if window is not None)
@@ -86,13 +50,13 @@ class BlockDrafter:
         return self.model.draft_to_verifier(torch.arange(self.model.draft_vocab_size, device=self.model.norm.weight.device))
 
     def start(self, num_requests: int) -> None:
-        self._contexts = [_Context() for _ in range(num_requests)]
+        self._contexts = [RowsCache() for _ in range(num_requests)]
 
     def context_length(self, request: int) -> int:
         return self._contexts[request].length
 
     def drop(self, request: int) -> None:
-        self._contexts[request] = _Context()
+        self._contexts[request] = RowsCache()
 
     @torch.no_grad()
     def extend(self, token_ids: list[Tensor], features: list[Tensor]) -> None:
@@ -140,7 +104,7 @@ class BlockDrafter:
         """Post-norm states ``[N, H]`` of the predicting slots of a block that starts at the request's anchor."""
         return self._block_hidden(self._contexts[request], anchor, num_slots)
 
-    def _block_hidden(self, context: _Context, anchor: int, num_slots: int) -> Tensor:
+    def _block_hidden(self, context: RowsCache, anchor: int, num_slots: int) -> Tensor:
         model = self.model
         device = model.norm.weight.device
         position = context.length
@@ -160,12 +124,13 @@ class BlockDrafter:
             if window.window is not None:
                 visible = sees_context(positions, anchor_position, slots[None, :, None], window.window, model.window_reference)
             attend_layers.append(partial(attend, visible=visible, causal_block=window.causal_block))
-        hidden = model.run_cached(embeds, position, attend_layers, context.rows(start))
+        rows = [context.rows(layer, start) for layer in range(len(model.layers))]
+        hidden = model.run_cached(embeds, position, attend_layers, rows)
         return model.predicting(hidden)[0]
 
     def _propose(
         self,
-        context: _Context,
+        context: RowsCache,
         anchor: int,
         n: int,
         num_slots: int,
@@ -178,27 +143,13 @@ class BlockDrafter:
         markov: Any = heads.markov if self.markov else None
         state = None if markov is None else markov.start(1)
         previous = torch.tensor([anchor], device=hidden.device)
-        draft_sampling = sampling.without_filters()
-        draft_ids, tokens, distributions, before = [], [], [], []
+        built, before = DraftBuilder(model, sampling, generator), []
         for depth in range(n):
             logits = base[depth : depth + 1]
             if markov is not None:
                 code, state = markov.step(hidden[depth : depth + 1], previous, state)
                 logits = logits + markov.markov_w2(code)
             before.append(previous)
-            if sampling.greedy:
-                drawn = logits.argmax(dim=-1)
-            else:
-                distribution = probabilities(logits, draft_sampling)
-                drawn = sample(distribution, generator)
-                distributions.append(distribution)
-            previous = model.draft_to_verifier(drawn)
-            draft_ids.append(drawn)
-            tokens.append(previous)
+            previous = built.add(logits)
         confidence = heads.confidence_logits(hidden, torch.cat(before))
-        return Draft(
-            tokens=torch.cat(tokens),
-            draft_ids=torch.cat(draft_ids),
-            probabilities=torch.cat(distributions) if distributions else None,
-            confidence=None if confidence is None else confidence.sigmoid(),
-        )
+        return built.finish(None if confidence is None else confidence.sigmoid())

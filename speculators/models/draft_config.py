@@ -1,7 +1,8 @@
 """From a verifier's config and training settings to the draft's config.
 
 The draft has the verifier's hidden size and vocabulary, and by default its heads, head size, feed-forward size and rotary
-embedding; its decoder layers are always Qwen3-style (per-head query and key norms), which serving engines expect.
+embedding. Block drafts have Qwen3-style layers (per-head query and key norms), which serving engines expect; chains may also
+have Llama-style ones, or DeepSeek's latent attention.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PretrainedConfig, Qwen3Config
+from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from speculators.errors import ConfigError
 from speculators.models.verifier_weights import text_config
@@ -20,6 +21,14 @@ __all__ = ["build_draft_config", "check_layer_ids", "default_layer_ids"]
 #: Rotary settings of a verifier that a text-only draft drops: image and video sections, which vLLM refuses in a draft, and a
 #: part of each head left unrotated (but see ``mrope_full_head``).
 _DROPPED_ROPE_KEYS = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
+
+
+#: Decoder configs by the value of ``--draft-arch``.
+DRAFT_ARCHITECTURES: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "deepseek_v3": DeepseekV3Config,
+}
 
 
 def default_layer_ids(num_hidden_layers: int) -> list[int]:
@@ -51,12 +60,12 @@ def build_draft_config(
     sliding_window: int | None = 2048,
     full_attention_indices: Sequence[int] = (),
     mrope_full_head: bool = True,
-) -> Qwen3Config:
-    """Decoder config of a block-drafting draft.
+) -> PretrainedConfig:
+    """Decoder config of a draft.
 
     :param verifier_config: the verifier's; of a composite one, the language model's part counts.
     :param num_layers: draft layers.
-    :param draft_arch: ``qwen3`` or None; block drafts have no other architecture.
+    :param draft_arch: a key of :data:`DRAFT_ARCHITECTURES`; None is ``qwen3``.
     :param draft_hidden_act: activation; None or empty takes the verifier's.
     :param sliding_window: tokens of context that a sliding layer sees; None or 0 makes every layer full.
     :param full_attention_indices: draft layers that see the whole context; the others slide.
@@ -64,10 +73,9 @@ def build_draft_config(
         the same part. Nothing changes for other verifiers.
     :raises ConfigError: a setting does not fit.
     """
-    if draft_arch not in (None, "qwen3"):
-        raise ConfigError(
-            f"draft_arch {draft_arch!r} does not exist for block drafts, whose layers are Qwen3-style; leave it out"
-        )
+    arch = draft_arch or "qwen3"
+    if arch not in DRAFT_ARCHITECTURES:
+        raise ConfigError(f"draft_arch {arch!r} does not exist; choose one of {', '.join(DRAFT_ARCHITECTURES)}")
     if num_layers < 1:
         raise ConfigError(f"num_layers is {num_layers}, but a draft needs at least one layer")
     outside = [index for index in full_attention_indices if not 0 <= index < num_layers]
@@ -77,17 +85,21 @@ def build_draft_config(
         raise ConfigError(f"sliding_window is {sliding_window}; give a number of tokens, or 0 for full attention")
 
     text = text_config(verifier_config)
-    heads, kv_heads, head_dim = _heads(text)
+    latent = arch == "deepseek_v3"
+    heads, kv_heads, head_dim = _latent_heads(text) if latent else _heads(text)
     full = set(range(num_layers)) if not sliding_window else set(full_attention_indices)
     slides = len(full) < num_layers
-    return Qwen3Config(
+    shape = _latent_shape(text) if latent else {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+    if slides:
+        shape |= {"use_sliding_window": True, "sliding_window": sliding_window}
+    elif arch == "qwen3":
+        shape |= {"use_sliding_window": False, "sliding_window": None}
+    return DRAFT_ARCHITECTURES[arch](
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         intermediate_size=_intermediate_size(text),
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
         hidden_act=draft_hidden_act or _value(text, "hidden_act", "silu"),
         max_position_embeddings=_value(text, "max_position_embeddings", 32768),
         initializer_range=_value(text, "initializer_range", 0.02),
@@ -96,10 +108,9 @@ def build_draft_config(
         attention_dropout=0.0,
         tie_word_embeddings=False,
         rope_parameters=_rope_parameters(text, head_dim, mrope_full_head),
-        use_sliding_window=slides,
-        sliding_window=sliding_window if slides else None,
         max_window_layers=0,
         layer_types=["full_attention" if layer in full else "sliding_attention" for layer in range(num_layers)],
+        **shape,
     )
 
 
@@ -116,6 +127,26 @@ def _heads(text: PretrainedConfig) -> tuple[int, int, int]:
         return heads, 8 if heads % 8 == 0 else heads, min(128, text.hidden_size)
     heads = text.num_attention_heads
     return heads, _value(text, "num_key_value_heads", heads), _value(text, "head_dim", text.hidden_size // heads)
+
+
+def _latent_heads(text: PretrainedConfig) -> tuple[int, int, int]:
+    """Heads and rotated head size of a draft with latent attention; the verifier must have it too.
+
+    :raises ConfigError: it has not.
+    """
+    if not getattr(text, "kv_lora_rank", None):
+        raise ConfigError(
+            f"draft_arch deepseek_v3 takes its latent attention from the verifier, but {text.model_type} has none; "
+            "use llama or qwen3"
+        )
+    return text.num_attention_heads, text.num_attention_heads, text.qk_rope_head_dim
+
+
+def _latent_shape(text: PretrainedConfig) -> dict[str, Any]:
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave")
+    values = {name: getattr(text, name) for name in names if hasattr(text, name)}
+    # The draft's MLP is dense.
+    return values | {"num_key_value_heads": text.num_attention_heads, "first_k_dense_replace": 1_000_000, "num_mtp_layers": 0}
 
 
 def _intermediate_size(text: PretrainedConfig) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from speculators.sampling import SamplingParams
+from speculators.sampling import SamplingParams, probabilities, sample
 
-__all__ = ["Draft", "Drafter"]
+if TYPE_CHECKING:
+    from speculators.models.vocabulary import DraftVocabularyMixin
+
+__all__ = ["Draft", "DraftBuilder", "Drafter"]
 
 
 @dataclass(slots=True)
@@ -21,6 +24,44 @@ class Draft:
     draft_ids: Tensor  #: int64 ``[n]``, the same in draft ids
     probabilities: Tensor | None  #: ``[n, D]``, the distribution each token was drawn from, over draft ids; None when greedy
     confidence: Tensor | None  #: ``[n]`` in 0..1, the draft's guess of each token's acceptance; None without such a head
+
+
+class DraftBuilder:
+    """Draws one request's tokens one after another and puts them together as a :class:`Draft`.
+
+    :param model: maps draft ids to verifier ids.
+    :param sampling: the verifier's settings; its filters are not the draft's.
+    """
+
+    def __init__(self, model: DraftVocabularyMixin, sampling: SamplingParams, generator: torch.Generator | None = None) -> None:
+        self._model = model
+        self._greedy = sampling.greedy
+        self._sampling = sampling.without_filters()
+        self._generator = generator
+        self._draft_ids: list[Tensor] = []
+        self._tokens: list[Tensor] = []
+        self._distributions: list[Tensor] = []
+
+    def add(self, logits: Tensor) -> Tensor:
+        """Draw the next token from corrected logits ``[1, D]``; its verifier id ``[1]``."""
+        if self._greedy:
+            drawn = logits.argmax(dim=-1)
+        else:
+            distribution = probabilities(logits, self._sampling)
+            drawn = sample(distribution, self._generator)
+            self._distributions.append(distribution)
+        self._draft_ids.append(drawn)
+        self._tokens.append(self._model.draft_to_verifier(drawn))
+        return self._tokens[-1]
+
+    def finish(self, confidence: Tensor | None = None) -> Draft:
+        """The draft of all tokens so far; ``confidence`` is ``[n]`` in 0..1."""
+        return Draft(
+            tokens=torch.cat(self._tokens),
+            draft_ids=torch.cat(self._draft_ids),
+            probabilities=torch.cat(self._distributions) if self._distributions else None,
+            confidence=confidence,
+        )
 
 
 class Drafter(Protocol):

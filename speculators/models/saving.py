@@ -35,13 +35,19 @@ class WritableModel(DraftVocabularyMixin, PreTrainedModel):
         """The model class of a config."""
         raise NotImplementedError
 
+    @property
+    def trains_embeddings(self) -> bool:
+        """Whether ``embed_tokens`` is trained, and so is the draft's own and always written."""
+        return False
+
     def _written(self, include_embeddings: bool, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """What a file holds, as the model has it."""
         tensors = dict(self.state_dict())
         if state_dict is not None:
             tensors.update(state_dict)
         if not include_embeddings:
-            tensors.pop(EMBEDDING, None)
+            if not self.trains_embeddings:
+                tensors.pop(EMBEDDING, None)
             if not self.reduced_vocabulary:
                 tensors.pop(HEAD, None)
         return tensors

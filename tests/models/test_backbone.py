@@ -10,8 +10,9 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from speculators.models.attention import attend
-from speculators.models.backbone import BlockDecoderLayer, RotaryEmbedding, apply_rotary
+from speculators.models.backbone import BlockDecoderLayer
 from speculators.models.dflash import DFlashDraftModel
+from speculators.models.layers import RotaryEmbedding, apply_rotary
 from tests.models.small import HIDDEN, draft_config, packed_row, verifier_config
 
 ROPES: list[dict[str, Any]] = [

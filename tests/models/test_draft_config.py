@@ -83,7 +83,7 @@ def test_rope_of_mixed_verifiers() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"draft_arch": "llama"}, "draft_arch 'llama' does not exist for block drafts"),
+        ({"draft_arch": "gpt2"}, "draft_arch 'gpt2' does not exist; choose one of llama, qwen3, deepseek_v3"),
         ({"num_layers": 0}, "at least one layer"),
         ({"num_layers": 2, "full_attention_indices": [2]}, r"full_attention_indices \[2\]"),
         ({"sliding_window": -1}, "sliding_window is -1"),

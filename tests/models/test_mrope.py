@@ -13,8 +13,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from speculators.errors import ConfigError
 from speculators.models import SpeculatorModel
-from speculators.models.backbone import RotaryEmbedding, apply_rotary
 from speculators.models.draft_config import build_draft_config
+from speculators.models.layers import RotaryEmbedding, apply_rotary
 from speculators.train.drafts import DraftInputs, _decoder_config
 from tests.models.small import draft_config, packed_row, verifier_config
 from tests.train.helpers import settings
