@@ -270,7 +270,7 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
         if not values.get(cls.schema_discriminator):
             raise UnsupportedCheckpointError(
                 f"{str(pretrained_model_name_or_path)!r} is not a speculator checkpoint: Loading a non-speculator model config "
-                "is not supported yet; convert it first."
+                "is not supported yet; convert it first: speculators convert CHECKPOINT --verifier VERIFIER"
             )
         return cls.from_dict(values, **kwargs)
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from speculators.cli.arguments import MultiValueCommand
+from speculators.cli.convert import convert
 from speculators.cli.evaluate import evaluate
 from speculators.cli.quickstart import quickstart
 from speculators.errors import SpeculatorsError
@@ -70,6 +71,8 @@ def _train(context: typer.Context) -> None:
 
 
 app.command("evaluate", cls=MultiValueCommand)(evaluate)
+
+app.command("convert")(convert)
 
 
 def run(arguments: list[str]) -> int:

@@ -1,0 +1,10 @@
+"""Converters between this library's checkpoints and those of other projects.
+
+Each format has one adapter, the only place that knows its names; see ``docs/converters.md``.
+"""
+
+from __future__ import annotations
+
+from speculators.convert.entrypoints import ConversionReport, convert_model, maybe_convert_external_checkpoint
+
+__all__ = ["ConversionReport", "convert_model", "maybe_convert_external_checkpoint"]

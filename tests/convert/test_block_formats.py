@@ -1,0 +1,377 @@
+"""DSpark and DFlash of other projects: config key by key, tensors bit by bit, drafts token by token, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speculators import SpeculatorModel
+from speculators.convert import convert_model
+from speculators.errors import ConfigError
+from tests.convert.foreign import (
+    FOREIGN_IDS,
+    HIDDEN,
+    IDS,
+    KEPT,
+    MASK,
+    VERIFIER_LAYERS,
+    VOCAB,
+    Random,
+    deepspec_checkpoint,
+    equal,
+    qwen3_keys,
+    read,
+    vllm_dspark_checkpoint,
+    write,
+    zlab_checkpoint,
+)
+from tests.convert.reference import drafted, ours
+
+#: Contexts and newest tokens.
+ROUNDS = [((5, 9, 2, 33, 17, 40, 8), 12), ((7,), 1), ((61, 60, 3), 50), ((1, 1, 2, 9, 30), 44)]
+ROUNDS += [(tuple(range(3, 31)), anchor) for anchor in (60, 2, 25, 38)]
+
+
+def assumed(report: Any) -> dict[str, Any]:
+    return {assumption.key: assumption.value for assumption in report.notes.assumed}
+
+
+def same_drafts(source: Path, result: Path, verifier: str, **facts: Any) -> None:
+    """Foreign rules on the foreign file and our drafter on the converted one give the same tokens, which are not all one."""
+    config, tensors = read(source)
+    facts = {"foreign_ids": FOREIGN_IDS, "mask_token_id": MASK, "block_size": 5} | facts
+    expected = [drafted(config, tensors, verifier, prompt, anchor, **facts) for prompt, anchor in ROUNDS]
+    assert ours(result, verifier, ROUNDS) == expected
+    assert len({token for tokens in expected for token in tokens}) > 4
+
+
+def check_decoder(config: dict[str, Any], **changes: Any) -> None:
+    """The decoder of a converted config, key by key."""
+    decoder = config["transformer_layer_config"]
+    expected = {key: value for key, value in qwen3_keys().items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    expected |= {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "layer_types": ["full_attention"] * 2}
+    for key, value in (expected | changes).items():
+        assert decoder[key] == value, key
+
+
+def check_record(config: dict[str, Any], algorithm: str, tokens: int, verifier: str) -> None:
+    assert config["speculators_model_type"] == algorithm
+    assert config["speculators_config"] == {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+        ],
+        "verifier": {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]},
+    }
+    assert config["dtype"] == "bfloat16"
+    assert "auto_map" not in config
+
+
+# ---- DeepSpec ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize(("confidence", "with_markov"), [(True, True), (True, False), (False, False)])
+def test_deepspec_dspark(kind: str, confidence: bool, with_markov: bool, verifier: str, tmp_path: Path) -> None:
+    source, tensors = deepspec_checkpoint(tmp_path / "theirs", kind=kind, confidence=confidence, with_markov=with_markov)
+    report = convert_model(source, verifier, "dspark", tmp_path / "ours", "cpu")
+    config, written = read(tmp_path / "ours")
+    assert report.format == "deepspec"
+    assert equal(written, tensors)
+    check_decoder(config)
+    check_record(config, "dspark", 5, verifier)
+    assert config["architectures"] == ["DSparkDraftModel"]
+    assert config["aux_hidden_state_layer_ids"] == IDS
+    assert config["block_size"] == 5
+    assert config["sample_from_anchor"] is True
+    assert config["mask_token_id"] == MASK
+    assert config["draft_vocab_size"] == VOCAB
+    assert config["markov_rank"] == 6
+    assert config["markov_head_type"] == kind
+    assert config["enable_confidence_head"] is confidence
+    assert config["confidence_head_with_markov"] is with_markov
+    assert assumed(report) == {"sample_from_anchor": True}
+    assert report.drafted is not None
+    assert len(report.drafted) == 5
+    same_drafts(source, tmp_path / "ours", verifier, anchor_first=True)
+
+
+@pytest.mark.parametrize(("algorithm", "family"), [(None, "dflash"), ("dflash", "dflash"), ("dspark", "dspark")])
+def test_deepspec_dflash(algorithm: str | None, family: str, verifier: str, tmp_path: Path) -> None:
+    source, tensors = deepspec_checkpoint(tmp_path / "theirs", rank=0, confidence=False, with_markov=False)
+    convert_model(source, verifier, algorithm, tmp_path / "ours")
+    config, written = read(tmp_path / "ours")
+    assert equal(written, tensors)
+    check_record(config, family, 5, verifier)
+    assert config["sample_from_anchor"] is True
+    assert config["aux_hidden_state_layer_ids"] == IDS
+    assert config.get("markov_rank", 0) == 0
+    same_drafts(source, tmp_path / "ours", verifier, anchor_first=True)
+
+
+def test_deepspec_reads_the_embeddings_output_as_minus_one(verifier: str, tmp_path: Path) -> None:
+    source, tensors = deepspec_checkpoint(tmp_path / "theirs")
+    config, _ = read(source)
+    write(source, config | {"target_layer_ids": [-1, 2, 3]}, tensors)
+    convert_model(source, verifier, "dspark", tmp_path / "ours")
+    assert read(tmp_path / "ours")[0]["aux_hidden_state_layer_ids"] == [0, 3, 4]
+    same_drafts(source, tmp_path / "ours", verifier, anchor_first=True, foreign_ids=[-1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "key", ["target_layer_ids", "mask_token_id", "markov_rank", "confidence_head_with_markov", "hidden_size"]
+)
+def test_deepspec_has_no_defaults(key: str, verifier: str, tmp_path: Path) -> None:
+    source, tensors = deepspec_checkpoint(tmp_path / "theirs")
+    config, _ = read(source)
+    del config[key]
+    write(source, config, tensors)
+    with pytest.raises(ConfigError, match=f"DeepSpec config has no '{key}'"):
+        convert_model(source, verifier, output_path=tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_dspark_draft_does_not_become_dflash(verifier: str, tmp_path: Path) -> None:
+    source, _ = deepspec_checkpoint(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="has DSpark's heads"):
+        convert_model(source, verifier, "dflash", tmp_path / "ours")
+
+
+# ---- z-lab ------------------------------------------------------------------------------------------------------------
+
+
+def test_zlab_dflash_and_back(verifier: str, tmp_path: Path) -> None:
+    source, tensors = zlab_checkpoint(tmp_path / "theirs")
+    report = convert_model(source, verifier, "dflash", tmp_path / "ours", "cpu")
+    config, written = read(tmp_path / "ours")
+    assert report.format == "zlab-dflash"
+    assert equal(written, tensors)
+    check_decoder(config)
+    check_record(config, "dflash", 3, verifier)
+    assert config["aux_hidden_state_layer_ids"] == IDS
+    assert config["block_size"] == 4
+    assert config["sample_from_anchor"] is False
+    assert config["mask_token_id"] == MASK
+    assert config["draft_vocab_size"] == VOCAB
+    assert assumed(report) == {"sample_from_anchor": False}
+    same_drafts(source, tmp_path / "ours", verifier, anchor_first=False, block_size=4)
+
+    convert_model(tmp_path / "ours", output_path=tmp_path / "native", to="vllm-native")
+    native, back = read(tmp_path / "native")
+    assert equal(back, tensors)
+    theirs, _ = read(source)
+    for key in ("architectures", "block_size", "dflash_config", "rms_norm_eps", "rope_theta", "head_dim", "hidden_size"):
+        assert native[key] == theirs[key], key
+    convert_model(tmp_path / "native", verifier, output_path=tmp_path / "again")
+    again, tensors_again = read(tmp_path / "again")
+    assert again == config
+    assert equal(tensors_again, tensors)
+
+
+@pytest.mark.parametrize(
+    ("keys", "causal"),
+    [({}, None), ({"is_causal": False}, False), ({"is_causal": True}, True)],
+    ids=["unsaid", "bidirectional", "causal"],
+)
+def test_zlab_sliding_layers(keys: dict[str, Any], causal: bool | None, verifier: str, tmp_path: Path) -> None:
+    sliding = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 6} | keys
+    source, tensors = zlab_checkpoint(tmp_path / "theirs", **sliding)
+    convert_model(source, verifier, output_path=tmp_path / "ours")
+    config, _ = read(tmp_path / "ours")
+    assert config["sliding_window_non_causal"] is (causal is False)
+    assert config["sliding_window_reference"] == "slot"
+    check_decoder(config, layer_types=["sliding_attention"] * 2, sliding_window=6)
+    same_drafts(source, tmp_path / "ours", verifier, anchor_first=False, block_size=4, causal=causal)
+    convert_model(tmp_path / "ours", output_path=tmp_path / "native", to="vllm-native")
+    convert_model(tmp_path / "native", verifier, output_path=tmp_path / "again")
+    assert read(tmp_path / "again")[0] == config
+    assert equal(read(tmp_path / "again")[1], tensors)
+
+
+def test_zlab_keys_inside_dflash_config_and_its_readers_defaults(verifier: str, tmp_path: Path) -> None:
+    tensors = {"target_layer_ids": FOREIGN_IDS, "mask_token_id": MASK}
+    source, _ = zlab_checkpoint(tmp_path / "theirs", block_size=None, rms_norm_eps=None, dflash_config=tensors)
+    report = convert_model(source, verifier, output_path=tmp_path / "ours")
+    config, _ = read(tmp_path / "ours")
+    assert config["block_size"] == 16
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 15
+    assert config["transformer_layer_config"]["rms_norm_eps"] == 1e-6
+    assert assumed(report) == {"block_size": 16, "rms_norm_eps": 1e-6, "sample_from_anchor": False}
+    assert "assumed: block_size = 16 (z-lab's default)" in report.lines()
+
+    source, _ = zlab_checkpoint(tmp_path / "nested", block_size=None, dflash_config=tensors | {"block_size": 6})
+    convert_model(source, verifier, output_path=tmp_path / "second")
+    assert read(tmp_path / "second")[0]["block_size"] == 6
+
+
+def test_zlab_without_layer_ids_takes_the_first_readers_spread(verifier: str, tmp_path: Path) -> None:
+    # 2 draft layers over 6 verifier layers: outputs of layers 1 and 3.
+    source, _ = zlab_checkpoint(tmp_path / "theirs", dflash_config={"mask_token_id": MASK})
+    config, tensors = read(source)
+    tensors["fc.weight"] = tensors["fc.weight"][:, : 2 * HIDDEN]
+    write(source, config, tensors)
+    report = convert_model(source, verifier, output_path=tmp_path / "ours")
+    assert assumed(report)["target_layer_ids"] == [1, 3]
+    assert read(tmp_path / "ours")[0]["aux_hidden_state_layer_ids"] == [2, 4]
+    same_drafts(source, tmp_path / "ours", verifier, anchor_first=False, block_size=4, foreign_ids=[1, 3])
+
+
+def test_zlab_last_verifier_layer(verifier: str, tmp_path: Path) -> None:
+    nested = {"mask_token_id": MASK, "target_layer_ids": [0, VERIFIER_LAYERS - 1, 3]}
+    source, tensors = zlab_checkpoint(tmp_path / "theirs", dflash_config=nested)
+    with pytest.raises(ConfigError, match="reads the verifier's last layer"):
+        convert_model(source, verifier, output_path=tmp_path / "ours")
+    report = convert_model(source, verifier, output_path=tmp_path / "ours", drop_unsupported=True)
+    config, written = read(tmp_path / "ours")
+    assert config["aux_hidden_state_layer_ids"] == [1, 4]
+    first, _, third = tensors["fc.weight"].split(HIDDEN, dim=1)
+    assert torch.equal(written["fc.weight"], torch.cat([first, third], dim=1))
+    assert any("must be trained further" in line for line in report.lines())
+
+
+def test_laguna(verifier: str, tmp_path: Path) -> None:
+    source, tensors = zlab_checkpoint(tmp_path / "theirs")
+    config, _ = read(source)
+    random = Random(1)
+    fused = dict(tensors)
+    for layer in range(2):
+        names = [f"layers.{layer}.self_attn.{part}.weight" for part in ("q_proj", "k_proj", "v_proj")]
+        fused[f"layers.{layer}.self_attn.qkv_proj.weight"] = torch.cat([fused.pop(name) for name in names])
+    # Fused projections alone are another way of writing the same draft.
+    write(source, config, fused)
+    convert_model(source, verifier, output_path=tmp_path / "fused")
+    assert equal(read(tmp_path / "fused")[1], tensors)
+    # Gates and norms of captured layers are another network.
+    extra = {f"aux_hidden_norms.{index}.weight": random.norm(HIDDEN) for index in range(3)}
+    extra |= {f"layers.{layer}.self_attn.g_proj.weight": random.weight(4, HIDDEN) for layer in range(2)}
+    write(source, config | {"architectures": ["DFlashLagunaForCausalLM"]}, fused | extra)
+    with pytest.raises(ConfigError, match=r"this is a Laguna draft with aux_hidden_norms\.0\.weight and 4 more tensors"):
+        convert_model(source, verifier, output_path=tmp_path / "ours")
+    convert_model(source, verifier, output_path=tmp_path / "ours", drop_unsupported=True)
+    assert equal(read(tmp_path / "ours")[1], tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2"),
+        ({"dflash_config": {"target_layer_ids": FOREIGN_IDS}}, "has no 'mask_token_id'"),
+        ({"output_multiplier": 0.5}, "output_multiplier to 0.5"),
+        ({"final_logit_softcapping": 30.0}, "capped logits"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"is_causal": True}, "makes full-attention layers causal"),
+        ({"dflash_config": {"target_layer_ids": [0, 2, 9], "mask_token_id": MASK}}, "the state after 10 layers"),
+        (
+            {"dflash_config": {"target_layer_ids": FOREIGN_IDS, "mask_token_id": MASK, "attention_mode": "mla"}},
+            "another attention",
+        ),
+        ({"hidden_size": 16}, "reads states of size 16"),
+        ({"vocab_size": 128}, "has a vocabulary of 128"),
+    ],
+)
+def test_zlab_refusals(changes: dict[str, Any], sentence: str, verifier: str, tmp_path: Path) -> None:
+    source, _ = zlab_checkpoint(tmp_path / "theirs", **changes)
+    with pytest.raises(ValueError, match=sentence):
+        convert_model(source, verifier, output_path=tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_mask_token_by_option(verifier: str, tmp_path: Path) -> None:
+    source, _ = zlab_checkpoint(tmp_path / "theirs", dflash_config={"target_layer_ids": FOREIGN_IDS})
+    convert_model(source, verifier, output_path=tmp_path / "ours", mask_token_id=7)
+    assert read(tmp_path / "ours")[0]["mask_token_id"] == 7
+
+
+# ---- vLLM's native DSpark ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("anchor_first", [True, False])
+def test_vllm_dspark_and_back(reduced: bool, anchor_first: bool, verifier: str, tmp_path: Path) -> None:
+    source, tensors = vllm_dspark_checkpoint(tmp_path / "theirs", reduced=reduced, sample_from_anchor=anchor_first)
+    report = convert_model(source, verifier, "dspark", tmp_path / "ours", "cpu")
+    config, written = read(tmp_path / "ours")
+    assert report.format == "vllm-dspark"
+    assert assumed(report) == {}
+    assert equal(written, tensors)
+    check_decoder(config)
+    check_record(config, "dspark", 5 if anchor_first else 4, verifier)
+    assert config["aux_hidden_state_layer_ids"] == IDS
+    assert config["sample_from_anchor"] is anchor_first
+    assert config["draft_vocab_size"] == (KEPT if reduced else VOCAB)
+    assert config["markov_rank"] == 6
+    assert config["enable_confidence_head"] is True
+    assert config["confidence_head_with_markov"] is True
+    same_drafts(source, tmp_path / "ours", verifier, anchor_first=anchor_first)
+
+    convert_model(tmp_path / "ours", output_path=tmp_path / "native", to="vllm-native")
+    native, back = read(tmp_path / "native")
+    assert equal(back, tensors)
+    theirs, _ = read(source)
+    for key, value in theirs.items():
+        if key not in ("rope_scaling", "torch_dtype"):
+            assert native[key] == value, key
+    convert_model(tmp_path / "native", verifier, output_path=tmp_path / "again")
+    assert read(tmp_path / "again")[0] == config
+
+
+def test_vllm_dspark_missing_keys_are_vllms(verifier: str, tmp_path: Path) -> None:
+    missing = dict.fromkeys(
+        ("sample_from_anchor", "rope_theta", "enable_confidence_head", "confidence_head_with_markov", "markov_head_type")
+    )
+    source, tensors = vllm_dspark_checkpoint(tmp_path / "theirs", draft_vocab_size=None, **missing)
+    report = convert_model(source, verifier, output_path=tmp_path / "ours")
+    config, written = read(tmp_path / "ours")
+    assert config["sample_from_anchor"] is True
+    assert config["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 1e6
+    assert config["enable_confidence_head"] is False
+    assert equal(written, {name: value for name, value in tensors.items() if "confidence" not in name})
+    assert assumed(report) == {
+        "rope_theta": 1e6,
+        "sample_from_anchor": True,
+        "draft_vocab_size": VOCAB,
+        "enable_confidence_head": False,
+        "markov_head_type": "vanilla",
+    }
+    assert any("confidence head was left out" in line for line in report.lines())
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("gated", 6), ("rnn", 6), ("vanilla", 0)])
+def test_vllm_runs_vanilla_markov_heads_only(kind: str, rank: int, verifier: str, tmp_path: Path) -> None:
+    source, _ = deepspec_checkpoint(tmp_path / "theirs", kind=kind, rank=rank, confidence=False, with_markov=False)
+    with pytest.raises(ConfigError, match="vanilla Markov heads only"):
+        convert_model(source, verifier, "dspark", tmp_path / "native", to="vllm-native")
+
+
+def test_anchor_first_dflash_has_no_native_form(verifier: str, tmp_path: Path) -> None:
+    source, _ = deepspec_checkpoint(tmp_path / "theirs", rank=0, confidence=False, with_markov=False)
+    with pytest.raises(ConfigError, match="native DFlash checkpoints are fill-in"):
+        convert_model(source, verifier, "dflash", tmp_path / "native", to="vllm-native")
+    assert list(tmp_path.iterdir()) == [tmp_path / "theirs"]
+
+
+@pytest.mark.parametrize(("shards", "pickled"), [(3, False), (1, True)])
+def test_weights_in_shards_and_pickles(shards: int, pickled: bool, verifier: str, tmp_path: Path) -> None:
+    source, tensors = zlab_checkpoint(tmp_path / "whole")
+    write(tmp_path / "theirs", read(source)[0], tensors, shards=shards, pickled=pickled)
+    convert_model(tmp_path / "theirs", verifier, output_path=tmp_path / "ours")
+    assert equal(read(tmp_path / "ours")[1], tensors)
+
+
+def test_embeddings_are_dropped_if_they_are_the_verifiers(verifier: str, tmp_path: Path) -> None:
+    source, tensors = deepspec_checkpoint(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight differs from the verifier's"):
+        convert_model(source, verifier, output_path=tmp_path / "ours", drop_embeddings=True)
+    theirs = read(Path(verifier))[1]
+    tensors["embed_tokens.weight"] = theirs["model.embed_tokens.weight"].bfloat16()
+    tensors["lm_head.weight"] = theirs["lm_head.weight"].bfloat16()
+    write(source, read(source)[0], tensors)
+    convert_model(source, verifier, output_path=tmp_path / "ours", drop_embeddings=True)
+    kept = {name: value for name, value in tensors.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+    assert equal(read(tmp_path / "ours")[1], kept)
+    model = SpeculatorModel.from_pretrained(tmp_path / "ours")
+    assert torch.equal(model.embed_tokens.weight, theirs["model.embed_tokens.weight"])
