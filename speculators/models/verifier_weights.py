@@ -40,15 +40,29 @@ _NAMES: dict[VerifierPart, tuple[str, ...]] = {
         "backbone.embeddings.weight",
         "word_embeddings.weight",
         "wte.weight",
+        "embed_in.weight",
+        "embeddings.weight",
     ),
-    "lm_head": ("lm_head.weight", "output.weight", "llm.unembed.weight"),
-    "norm": ("model.norm.weight", "norm.weight", "llm.norm.weight", "backbone.norm_f.weight"),
+    "lm_head": ("lm_head.weight", "output.weight", "llm.unembed.weight", "embed_out.weight", "output_layer.weight"),
+    "norm": (
+        "model.norm.weight",
+        "norm.weight",
+        "llm.norm.weight",
+        "backbone.norm_f.weight",
+        "norm_f.weight",
+        "ln_f.weight",
+        "final_layernorm.weight",
+        "final_layer_norm.weight",
+        "final_norm.weight",
+        "embedding_norm.weight",
+    ),
 }
 
-#: Parts of composite models that have embeddings and norms of their own.
-_FOREIGN = ("layers.", "vision", "visual", "audio", "mtp", "encoder.")
+#: Parts of composite models that have embeddings, heads and norms of their own.
+_FOREIGN = ("layers.", "vision", "visual", "image", "audio", "speech", "projector", "mtp", "encoder.", "talker", "2wav")
 
-#: Model types whose RMSNorm multiplies by 1 + weight (read off transformers' modelling code); all others multiply by weight.
+#: Model types whose RMSNorm multiplies by 1 + weight; all others multiply by weight. Facts about model types here and below are
+#: read off transformers' modelling code, and a test compares them with every model type of the installed release.
 _NORM_ADDS_ONE = frozenset(
     {
         "gemma",
@@ -62,6 +76,8 @@ _NORM_ADDS_ONE = frozenset(
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        "qwen4_exp",
+        "qwen4_exp_text",
         "recurrent_gemma",
         "step3p7",
         "step3p7_text",
@@ -70,6 +86,26 @@ _NORM_ADDS_ONE = frozenset(
         "vaultgemma",
     }
 )
+
+#: Final norms that are no RMSNorm of one state, in model types that name an RMSNorm's epsilon.
+_NO_RMS_NORM = frozenset({"dory", "modernbert-decoder", "nemotron", "olmo", "phimoe", "qwen4_exp", "qwen4_exp_text"})
+
+#: RMSNorms without a weight.
+_NORM_WITHOUT_WEIGHT = frozenset({"nanochat"})
+
+#: What logits are multiplied by, as a config's attribute and its power.
+_LOGIT_SCALES = (
+    ("logit_scale", 1),
+    ("lm_head_multiplier", 1),
+    ("output_multiplier", 1),
+    ("logits_scaling", -1),
+    ("logits_mup_width_multiplier", -1),
+)
+#: The exceptions: these multiply by what the others divide by,
+_SCALING_MULTIPLIES = frozenset({"hyperclovax"})
+#: and these composite models leave out the scale or the soft cap that their text model has on its own.
+_WITHOUT_SCALE = frozenset({"aya_vision", "cohere2_vision"})
+_WITHOUT_SOFTCAP = frozenset({"gemma3", "shieldgemma2"})
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -210,12 +246,9 @@ class VerifierHead(nn.Module):
         self.register_buffer("norm_weight", norm_weight, persistent=False)
         self.adds_one = norm_adds_one(config)
         self.eps = _first(text, ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps"), 1e-6)
-        self.scale = (
-            _first(text, ("logit_scale",), 1.0)
-            * _first(text, ("lm_head_multiplier",), 1.0)
-            / _first(text, ("logits_scaling",), 1.0)
-        )
-        self.softcap: float | None = _first(text, ("final_logit_softcapping",), None)
+        self.scale = _logit_scale(config)
+        capped = config.model_type not in _WITHOUT_SOFTCAP
+        self.softcap: float | None = _first(text, ("final_logit_softcapping", "logits_soft_cap"), None) if capped else None
 
     @classmethod
     def from_folder(
@@ -240,7 +273,8 @@ class VerifierHead(nn.Module):
                 f"the verifier's final norm ({text_config(config).model_type}) is a LayerNorm, which is not rebuilt here; "
                 "capture its states after the norm (post_norm)"
             )
-        parts: list[VerifierPart] = ["lm_head", "norm"] if with_norm else ["lm_head"]
+        has_weight = text_config(config).model_type not in _NORM_WITHOUT_WEIGHT
+        parts: list[VerifierPart] = ["lm_head", "norm"] if with_norm and has_weight else ["lm_head"]
         tensors = read_verifier_weights(name_or_path, parts)
         weight = tensors["lm_head"].to(dtype)
         if t2d is not None and t2d.shape[0] != weight.shape[0]:
@@ -248,7 +282,7 @@ class VerifierHead(nn.Module):
                 f"the vocabulary mapping covers {t2d.shape[0]} ids, but the verifier's head has {weight.shape[0]} rows; "
                 "build the mapping for this verifier"
             )
-        norm = tensors["norm"].to(dtype) if with_norm else None
+        norm = tensors.get("norm", torch.ones(weight.shape[1])).to(dtype) if with_norm else None
         return cls(weight, config, t2d, norm)
 
     @property
@@ -288,11 +322,24 @@ class VerifierHead(nn.Module):
 def has_rms_norm(config: PretrainedConfig) -> bool:
     """Whether the model's final norm is an RMSNorm, which :meth:`VerifierHead.normalize` can rebuild.
 
-    LayerNorm models name their epsilon differently, but for Nemotron; state-space models' RMSNorms share their name.
+    LayerNorm models name their epsilon differently, with few exceptions; state-space models' RMSNorms share their name.
     """
     text = text_config(config)
     named = any(getattr(text, name, None) is not None for name in ("rms_norm_eps", "norm_eps"))
-    return (named and text.model_type != "nemotron") or "mamba" in text.model_type or text.model_type == "nemotron_h"
+    return (named and text.model_type not in _NO_RMS_NORM) or "mamba" in text.model_type or text.model_type == "nemotron_h"
+
+
+def _logit_scale(config: PretrainedConfig) -> float:
+    """Factor between ``lm_head(state)`` and the model's logits, before a soft cap."""
+    text, scale = text_config(config), 1.0
+    if config.model_type in _WITHOUT_SCALE:
+        return scale
+    for name, power in _LOGIT_SCALES:
+        value = _first(text, (name,), 1.0)
+        scale *= value if power == 1 or text.model_type in _SCALING_MULTIPLIES else 1.0 / value
+    if getattr(text, "dim_model_base", None) and not hasattr(text, "logits_scaling"):  # MiniCPM's own code
+        scale *= text.dim_model_base / text.hidden_size
+    return scale
 
 
 def _first(config: PretrainedConfig, names: tuple[str, ...], default: Any) -> Any:

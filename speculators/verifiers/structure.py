@@ -27,7 +27,7 @@ _PATHS = (
     "",
 )
 _LAYERS = ("layers", "h", "blocks")
-_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
+_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm", "final_norm")
 
 
 @dataclass(frozen=True)

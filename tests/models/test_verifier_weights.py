@@ -15,6 +15,7 @@ from transformers import (
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
+    NanoChatConfig,
     Qwen3Config,
     Qwen3NextConfig,
 )
@@ -126,6 +127,8 @@ def renamed(folder: Path, prefixes: dict[str, str], drop: tuple[str, ...] = ()) 
     "prefixes",
     [
         {"model.": "language_model.model."},
+        {"model.": "model.language_model."},
+        {"model.": "language_model.model.", "lm_head": "language_model.lm_head"},
         {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f"},
         {"model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.norm": "norm"},
         {"model.embed_tokens": "llm.embed", "lm_head": "llm.unembed", "model.norm": "llm.norm"},
@@ -137,6 +140,66 @@ def test_other_names(prefixes: dict[str, str], tmp_path: Path) -> None:
     found = read_verifier_weights(renamed(folder, prefixes), ("embed_tokens", "lm_head", "norm"))
     for part, tensor in expected.items():
         assert torch.equal(found[part], tensor)
+
+
+QUANTISED = {
+    "fp8 with scale": {"lm_head.weight": torch.zeros(64, 32).to(torch.float8_e4m3fn), "lm_head.weight_scale": torch.ones(1)},
+    "nvfp4": {
+        "lm_head.weight": torch.zeros(64, 16, dtype=torch.uint8),
+        "lm_head.weight_scale": torch.zeros(64, 2).to(torch.float8_e4m3fn),
+        "lm_head.weight_scale_2": torch.ones(1),
+    },
+    "compressed tensors": {
+        "lm_head.weight_packed": torch.zeros(64, 4, dtype=torch.int32),
+        "lm_head.weight_scale": torch.ones(64, 1),
+    },
+    "gptq": {"lm_head.qweight": torch.zeros(4, 64, dtype=torch.int32), "lm_head.scales": torch.ones(1, 64)},
+    "block scales beside wide weights": {"lm_head.weight": torch.zeros(64, 32), "lm_head.weight_scale_inv": torch.ones(1, 1)},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_quantised_heads_are_refused(kind: str, prefix: str, tmp_path: Path) -> None:
+    """Also those under other names: the embedding must not be taken for the head then."""
+    folder = tiny_verifier(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors |= QUANTISED[kind]
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(VerifierError, match=r"is quantised \(.*\); point to an unquantised copy of the verifier"):
+        read_verifier_weights(folder, ("lm_head",))
+    assert read_verifier_weights(folder, ("norm", "embed_tokens"))["norm"].shape == (32,)
+
+
+def test_minicpms_own_code_scales_by_its_base_width() -> None:
+    config = LlamaConfig(**SHAPE, dim_model_base=4)
+    head = VerifierHead(torch.eye(16), config)
+    assert torch.equal(head.full_logits(torch.ones(1, 16)), torch.full((1, 16), 0.25))
+
+
+def test_a_norm_without_weight_is_rebuilt(tmp_path: Path) -> None:
+    config = NanoChatConfig(**{key: value for key, value in SHAPE.items() if key != "head_dim"})
+    model = written(config, tmp_path)
+    states: dict[str, torch.Tensor] = {}
+    model.model.norm.register_forward_hook(lambda _, inputs, output: states.update(pre=inputs[0], post=output))
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 9, 27]])).logits[0]
+    head = VerifierHead.from_folder(tmp_path)
+    torch.testing.assert_close(head.normalize(states["pre"][0]), states["post"][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(head.full_logits(states["post"][0]), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_text_model_of_an_omni_model_is_found(tmp_path: Path) -> None:
+    """Not the model that speaks, whose names are alike and shorter."""
+    folder = tiny_verifier(tmp_path)
+    expected = read_verifier_weights(folder, ("embed_tokens", "lm_head", "norm"))
+    tensors = load_file(folder / "model.safetensors")
+    both = {"thinker." + name: tensor for name, tensor in tensors.items()}
+    both |= {"talker." + name: torch.zeros(3) for name in tensors}
+    save_file(both, folder / "model.safetensors")
+    found = read_verifier_weights(folder, ("embed_tokens", "lm_head", "norm"))
+    assert all(torch.equal(found[part], expected[part]) for part in expected)
 
 
 def test_parts_of_a_vision_tower_are_passed_over(tmp_path: Path) -> None:
