@@ -91,10 +91,21 @@ def test_what_is_not_used_warns(text: str, message: str, tmp_path: Path) -> None
         ([*DSPARK, "--logger", "tensorboard,abacus"], "'abacus'"),
         ([*DSPARK, "--loss-fn", "hinge"], "hinge"),
         ([*DSPARK, "--final-state", "post_norm", "--apply-verifier-norm"], "disagree"),
+        ([*DSPARK, "--lr", "inf"], "--lr: input should be a finite number"),
+        ([*DSPARK, "--time-limit-minutes", "inf"], "--time-limit-minutes: input should be a finite number"),
+        ([*DSPARK, "--seed", str(2**63)], "--seed: input should be less than"),
+        ([*DSPARK, "--save-path", ""], "--save-path: string should have at least 1 character"),
+        ([*DSPARK, "--block-size", "300", "--total-seq-len", "256"], "longer than a packed row of --total-seq-len 256"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words in refusal(arguments, capsys)
+
+
+def test_only_loss_weights_are_json() -> None:
+    config = TrainConfig.resolve([*DSPARK, "--log-dir", "{time}", "--run-name", "{rank} of it", "--max-grad-norm", "inf"])
+    assert (config.logging.log_dir, config.logging.run_name) == ("{time}", "{rank} of it")
+    assert config.trainer.max_grad_norm == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,11 @@ def check_consistency(config: TrainConfig) -> None:
                     BlockLayout(size, derived.sample_from_anchor)
             except ValueError as error:
                 raise ConfigError(f"{flag}: {error}") from None
+        if not draft.from_pretrained and derived.block_size > config.data.total_seq_len:
+            raise ConfigError(
+                f"--block-size {derived.block_size} is longer than a packed row of --total-seq-len "
+                f"{config.data.total_seq_len}; lower the one or raise the other"
+            )
         if derived.per_position_loss_weight == "dpace" and set(derived.loss_fn) != {"ce"}:
             if config.given("per_position_loss_weight"):
                 raise ConfigError("--per-position-loss-weight dpace needs --loss-fn ce")

@@ -17,7 +17,7 @@ FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "mtp", "dflash2", "xpress")
 class Group(BaseModel):
     """A block of settings: one mapping in the YAML file, one section of ``--help``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)

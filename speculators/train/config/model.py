@@ -52,7 +52,7 @@ class TrainConfig(BaseModel):
         "eagle3", "Family of the draft."
     )
     dry_run: bool = setting(False, "Build the draft, save its first weights to the save path and stop.", cosmetic=True)
-    seed: int = setting(42, "Seed of every random choice.", ge=0)
+    seed: int = setting(42, "Seed of every random choice.", ge=0, lt=2**63)
     deterministic_cuda: bool = setting(False, "Only deterministic CUDA kernels.")
 
     verifier: VerifierSettings = VerifierSettings()

@@ -141,7 +141,7 @@ def from_sources(
 ) -> TrainConfig:
     """See :meth:`TrainConfig.from_sources`."""
     from_file = _read_yaml(Path(config_path)) if config_path is not None else {}
-    from_flags = {name: _parse_json(value) for name, value in {**(cli or {}), **(backend_cli or {})}.items()}
+    from_flags = {name: _parse_json(name, value) for name, value in {**(cli or {}), **(backend_cli or {})}.items()}
     unknown = [name for name in from_flags if not _is_setting(name)]
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}: see speculators train --help for the names")
@@ -172,14 +172,19 @@ def _is_setting(name: str) -> bool:
     return True
 
 
-def _parse_json(value: Any) -> Any:
-    """A flag's JSON object, such as loss weights."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
+def _parse_json(name: str, value: Any) -> Any:
+    """The JSON object of a flag that takes one (loss weights); other values may begin with a brace, as ``{time}`` does."""
+    if isinstance(value, str) and value.lstrip().startswith("{") and _takes_object(name):
         try:
             return json.loads(value)
         except json.JSONDecodeError as error:
             raise ConfigError(f'{value!r} is not valid JSON ({error.msg}); write it as \'{{"ce": 0.1, "tv": 0.9}}\'') from None
     return value
+
+
+def _takes_object(name: str) -> bool:
+    annotations = [field.annotation for _, setting, field in TrainConfig.settings() if setting == name]
+    return any(typing.get_origin(kind) is dict for annotation in annotations for kind in _plain_types(annotation))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

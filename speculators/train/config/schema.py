@@ -201,7 +201,9 @@ class TrainerSettings(Group):
     )
     # Cosmetic: a run belongs to the product with the number of processes, which the run folder records.
     gradient_accumulation_steps: int = setting(1, "Packed rows per process and optimiser step.", own=True, ge=1, cosmetic=True)
-    max_grad_norm: float = setting(1.0, "Clip gradients to this norm.", own=True, gt=0.0)
+    max_grad_norm: float = setting(
+        1.0, "Clip gradients to this norm; inf for no clipping.", own=True, gt=0.0, allow_inf_nan=True
+    )
     mixed_precision: Literal["auto", "no", "bf16"] = setting(
         "auto", "bf16 autocast: where the hardware has it, never, or always.", own=True
     )
@@ -214,7 +216,7 @@ class TrainerSettings(Group):
     save_best: bool = setting(False, "Keep only the best and the newest checkpoint of this run.", cosmetic=True)
     no_resume_from_checkpoint: bool = setting(False, "Start anew; an earlier run in the folder is moved aside.", cosmetic=True)
     log_freq: int = setting(1, "Log every so many steps.", ge=1, cosmetic=True)
-    save_path: str = setting("./output/checkpoints", "Run folder.", cosmetic=True)
+    save_path: str = setting("./output/checkpoints", "Run folder.", cosmetic=True, min_length=1)
     fsdp_shard: bool = setting(False, "Shard the draft over the processes (FSDP2), instead of a copy on each.")
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass.")
 
