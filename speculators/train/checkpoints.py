@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import random
 import shutil
@@ -31,6 +32,10 @@ STATE_JSON = "training_state.json"
 STATE_TENSORS = "training_state.safetensors"
 BEST = "checkpoint_best"
 _FORMAT = 1
+#: No room: on the disk, or within a quota or a limit on the size of files.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+logger = logging.getLogger("speculators.train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,15 @@ class CheckpointStore:
         """The complete checkpoint of the highest number."""
         found = self.complete()
         return found[-1] if found else None
+
+    def to_resume(self) -> Checkpoint | None:
+        """:meth:`latest`, with a note about a newer folder that is passed over."""
+        found = self.latest()
+        newest = self.next_number() - 1
+        if newest >= 0 and (found is None or newest > found.number):
+            then = f"going on from {found.path}" if found is not None else "starting anew"
+            logger.warning("%s is no complete checkpoint and is passed over; %s", self.folder / str(newest), then)
+        return found
 
     def best(self) -> Path | None:
         """Where :data:`BEST` points, if there is one."""
@@ -177,10 +191,10 @@ def disk_is_full(error: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, is a full disk."""
     if error is None:
         return False
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in _FULL:
         return True
     # safetensors wraps the operating system's error in its own.
-    wrapped = isinstance(error, SafetensorError) and os.strerror(errno.ENOSPC) in str(error)
+    wrapped = isinstance(error, SafetensorError) and any(os.strerror(number) in str(error) for number in _FULL)
     return wrapped or disk_is_full(error.__cause__)
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from speculators.errors import SpeculatorsError
 from speculators.train.checkpoints import Checkpoint, get_rng_state, set_rng_state
 from speculators.train.optimizers import Optimizers
 from speculators.train.sharding import gathered, placed
@@ -65,12 +67,22 @@ def captured_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizers: Optimizers) -> None:
-    """Put back what :func:`capture_state` gave, bit for bit; a sharded draft takes its parts of it."""
-    tensors = checkpoint.tensors()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.copy_(placed(tensors[WEIGHTS + name], parameter))
-    optimizers.load_state_tensors(
-        {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
-    )
-    set_rng_state(tensors, checkpoint.state["rng"])
+    """Put back what :func:`capture_state` gave, bit for bit; a sharded draft takes its parts of it.
+
+    :raises SpeculatorsError: when the checkpoint has all its files, but not what belongs in them.
+    """
+    try:
+        tensors = checkpoint.tensors()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(placed(tensors[WEIGHTS + name], parameter))
+        optimizers.load_state_tensors(
+            {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
+        )
+        set_rng_state(tensors, checkpoint.state["rng"])
+        Position.from_record(checkpoint.state)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise SpeculatorsError(
+            f"the training state in {checkpoint.path} is damaged ({type(error).__name__}: {error}); remove that folder and run "
+            "the same command again, which goes on from the checkpoint before it"
+        ) from error

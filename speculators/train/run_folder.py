@@ -115,7 +115,7 @@ class TrainingFolder:
         """
         path = self.path / _IDENTITY
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))["identity"]
+            known = dict(json.loads(path.read_text(encoding="utf-8"))["identity"])
         except FileNotFoundError:
             write_text_atomically(path, json.dumps({"identity": dict(identity)}, indent=1))
             return
@@ -179,7 +179,7 @@ class MetricsFile:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if record.get("global_step", 0) <= global_step:
+            if isinstance(record, dict) and record.get("global_step", 0) <= global_step:
                 kept.append(line)
         write_text_atomically(self.path, "".join(line + "\n" for line in kept))
 

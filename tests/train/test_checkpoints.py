@@ -33,6 +33,16 @@ def test_the_latest_complete_one_is_found(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "s1") == "1"
 
 
+def test_a_torn_one_that_is_passed_over_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 0)
+    assert store.to_resume().number == 0
+    assert not caplog.messages
+    os.truncate(save(store, 1).path / "training_state.safetensors", 20)
+    assert store.to_resume().number == 0
+    assert caplog.messages == [f"{tmp_path / '1'} is no complete checkpoint and is passed over; going on from {tmp_path / '0'}"]
+
+
 @pytest.mark.parametrize(
     "tear",
     [

@@ -47,6 +47,20 @@ def test_another_configuration_is_refused_with_what_differs(tmp_path: Path) -> N
         folder.check_config(first)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"identity": null}'])
+def test_a_run_state_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run_state.json").write_text(text)
+    with pytest.raises(ConfigError, match="not a readable run state"):
+        TrainingFolder(tmp_path).check_identity({"rows": "a"})
+
+
+def test_lines_that_are_no_records_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('[1]\n3\n{"global_step": 1}\n{"global_st')
+    MetricsFile(path).rewind(1)
+    assert MetricsFile(path).records() == [{"global_step": 1}]
+
+
 def test_other_rows_or_another_verifier_are_refused(tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     folder.check_identity({"rows": "a", "verifier": "b"})
