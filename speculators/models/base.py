@@ -244,7 +244,11 @@ class SpeculatorModel(WritableModel):
                 raise ConfigError(
                     f"{name} in {path!r} is {list(tensor.shape)}, but its config asks for {list(expected[name].shape)}"
                 )
-            loaded[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            value = tensor.to(dtype)
+            if not tensor.is_floating_point() or not value.isfinite().all():
+                kind = "NaN or infinite" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+                raise ConfigError(f"{name} in {path!r} holds {kind} values instead of weights; take another checkpoint")
+            loaded[name] = value
         for name in self.optional_tensors & set(expected) - set(tensors):
             loaded[name] = torch.zeros(expected[name].shape, dtype=dtype)
         for name in borrowed:

@@ -46,9 +46,10 @@ def check_layer_ids(layer_ids: Sequence[int], num_hidden_layers: int | None = No
         raise ConfigError("no verifier layer is captured; give at least one target layer id")
     if len(set(layer_ids)) != len(layer_ids):
         raise ConfigError(f"target layer ids {list(layer_ids)} must be distinct")
-    highest = num_hidden_layers if num_hidden_layers is not None else max(layer_ids)
+    highest = num_hidden_layers if num_hidden_layers is not None else max(*layer_ids, 0)
     if min(layer_ids) < 0 or max(layer_ids) > highest:
-        raise ConfigError(f"target layer ids {list(layer_ids)} must lie within [0, {highest}], the verifier's layers")
+        most = "their number" if num_hidden_layers is None else highest
+        raise ConfigError(f"target layer ids {list(layer_ids)} must lie within [0, {most}], the verifier's layers")
 
 
 def build_draft_config(

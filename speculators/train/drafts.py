@@ -206,7 +206,7 @@ def _read_decoder_config(source: str, trust_remote_code: bool) -> PretrainedConf
             values = PretrainedConfig._dict_from_json_file(source)
             return CONFIG_MAPPING[values.pop("model_type", "qwen3")](**values)
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the last two: JSON that is no object
         raise ConfigError(
             f"--draft-config {source}: no readable model config; give a folder or a JSON file with model_type"
         ) from None

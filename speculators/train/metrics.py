@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from speculators.errors import SpeculatorsError
 from speculators.losses import LossConfig
 
-__all__ = ["MetricSums", "flatten_record", "loss_names"]
+__all__ = ["MetricSums", "check_finite", "flatten_record", "loss_names"]
 
 
 class MetricSums:
@@ -51,6 +53,20 @@ class MetricSums:
     def means(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """The quotients; a pair over 0 has none and is left out."""
         return {name: numerator / denominator for name, (numerator, denominator) in pairs.items() if denominator > 0}
+
+
+def check_finite(pairs: dict[str, tuple[float, float]], global_step: int) -> dict[str, tuple[float, float]]:
+    """``pairs``, unless the training has diverged: every later step, and checkpoint, would be worthless.
+
+    :raises SpeculatorsError: when loss or gradient norm is NaN or infinite.
+    """
+    for name in ("loss", "grad_norm"):
+        if name in pairs and not math.isfinite(pairs[name][0]):
+            raise SpeculatorsError(
+                f"the training diverged: {name} is {pairs[name][0]} at step {global_step}; earlier checkpoints are kept, so "
+                "lower --lr or --muon-lr and train in another --save-path, from one of them with --from-pretrained if you like"
+            )
+    return pairs
 
 
 def loss_names(sums: Mapping[str, Any], config: LossConfig) -> dict[str, Any]:

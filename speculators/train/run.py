@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from speculators.data import CutRows, RowDataset, split_rows
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, DataError, SpeculatorsError
 from speculators.models.verifier_weights import VerifierHead, has_rms_norm, text_config
 from speculators.progress import bar
 from speculators.train.config.derived import check_runnable
@@ -149,6 +149,12 @@ def _split(config: TrainConfig, dataset: RowDataset | None, train_ids: np.ndarra
         train_ids, split_val = split_rows(len(dataset), config.data.train_data_ratio)
         val_ids = split_val if val_ids is None else val_ids
     cut = CutRows(dataset, config.data.total_seq_len)
+    masks = (cut[int(row)].loss_mask for row in train_ids)
+    if not any((mask[:-1] & mask[1:]).any() for mask in masks):  # an anchor needs a supervised successor
+        raise DataError(
+            f"no training row has two supervised tokens in succession within --total-seq-len {config.data.total_seq_len}, so "
+            "there is nothing to learn; raise it, or check the rows' loss masks"
+        )
     return _Split(dataset, cut, train_ids, val_ids if val_ids is not None else np.zeros(0, dtype=np.int64))
 
 
@@ -263,7 +269,10 @@ def _start_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
     values = {
         name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in config.flatten().items()
     }
-    accelerator.init_trackers(expand_placeholders(config.logging.run_name or "speculators"), config=values)
+    try:
+        accelerator.init_trackers(expand_placeholders(config.logging.run_name or "speculators"), config=values)
+    except OSError as error:
+        raise SpeculatorsError(f"--logger {config.logging.logger} cannot start ({error}); check --log-dir") from error
 
 
 def _make_deterministic() -> None:

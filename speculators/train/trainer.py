@@ -25,7 +25,7 @@ from speculators.train.distributed import StopSignals, main_first
 from speculators.train.drafts import build_loss_config
 from speculators.train.feeder import Feeder
 from speculators.train.implementations import attention_impl, loss_impl
-from speculators.train.metrics import MetricSums, flatten_record, loss_names
+from speculators.train.metrics import MetricSums, check_finite, flatten_record, loss_names
 from speculators.train.optimizers import build_optimizers
 from speculators.train.planning import Recipe, StepPlanner, plan_validation
 from speculators.train.position import CapturedState, Position, capture_state, captured_weights, restore_state
@@ -302,8 +302,8 @@ class Trainer:
         return True
 
     def _log(self, rates: dict[str, float], seconds: float, waited: float, tokens: int, steps: Bar) -> None:
-        means = MetricSums.means(self.metrics.reduced(self.accelerator))
         position = self.position
+        means = MetricSums.means(check_finite(self.metrics.reduced(self.accelerator), position.global_step))
         self.result.metrics = means
         profile = {
             "step_ms": 1000 * seconds,
@@ -341,7 +341,7 @@ class Trainer:
         """Write a checkpoint on the main process; the others wait."""
         position = self.position
         label = label or f"epoch{position.epoch}_step{position.local_step}"
-        position.pending = self.metrics.reduced(self.accelerator)
+        position.pending = check_finite(self.metrics.reduced(self.accelerator), position.global_step)
         self._restore_pending()
         # Gathered by all, for the main process.
         captured = capture_state(self.draft, self.optimizers, keep=self.accelerator.is_main_process)
@@ -380,7 +380,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Take the latest complete checkpoint's state."""
-        latest = main_first(self.accelerator, self.folder.checkpoints.latest)
+        latest = main_first(self.accelerator, self.folder.checkpoints.to_resume)
         torch.manual_seed(self.config.seed)
         if latest is not None:
             restore_state(latest, self.draft, self.optimizers)
