@@ -261,13 +261,13 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
                 revision=revision,
                 **kwargs,
             )
-        except OSError as error:
+        except (OSError, TypeError, AttributeError) as error:  # the last two: JSON that is no object
             raise ConfigError(
                 f"no readable config.json at {str(pretrained_model_name_or_path)!r}; give the folder of a speculator checkpoint"
             ) from error
         for name in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder"):
             kwargs.pop(name, None)
-        if not values.get(cls.schema_discriminator):
+        if not isinstance(values, dict) or not values.get(cls.schema_discriminator):
             raise UnsupportedCheckpointError(
                 f"{str(pretrained_model_name_or_path)!r} is not a speculator checkpoint: Loading a non-speculator model config "
                 "is not supported yet; convert it first: speculators convert CHECKPOINT --verifier VERIFIER"

@@ -6,20 +6,30 @@ Greedy decoding is the one-hot limit of the same code, so that one acceptance ru
 from __future__ import annotations
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 __all__ = ["SamplingParams", "probabilities", "sample"]
+
+#: Logits divided by less would leave float32's range.
+LEAST_TEMPERATURE = 1e-6
 
 
 class SamplingParams(BaseModel):
     """How the verifier samples. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 switch the filters off."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     temperature: float = Field(default=0.0, ge=0.0)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+
+    @field_validator("temperature")
+    @classmethod
+    def _divides(cls, value: float) -> float:
+        if 0.0 < value < LEAST_TEMPERATURE:
+            raise ValueError(f"Temperatures between 0 and {LEAST_TEMPERATURE} overflow; give 0 for greedy decoding")
+        return value
 
     @property
     def greedy(self) -> bool:

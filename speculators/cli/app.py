@@ -34,6 +34,10 @@ app = typer.Typer(
 _OWN_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
+#: What the system refuses because of the path a user chose.
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EFBIG}
+
+
 def _delegate(module: str, arguments: list[str]) -> None:
     """Run ``speculators.cli.<module>.main(arguments)`` and exit with what it returns."""
     command: Callable[[list[str]], int | None] = import_module(f"speculators.cli.{module}").main
@@ -79,7 +83,7 @@ def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code.
 
     A :class:`SpeculatorsError` is a sentence for the user; anything else that escapes is a bug and keeps its traceback,
-    except a full disk, which the user can mend and which leaves only complete files behind.
+    except a full disk and a path that the system refuses, which the user can mend and which leave only complete files behind.
     """
     try:
         app(args=arguments, prog_name="speculators")
@@ -92,6 +96,9 @@ def run(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
+        if error.errno in _REFUSALS and error.filename is not None:
+            print(f"error: {error.filename}: {error.strerror}; check the path and its permissions", file=sys.stderr)
+            return 1
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
         where = f" for {error.filename}" if error.filename else ""

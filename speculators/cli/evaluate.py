@@ -30,7 +30,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 switches the filter off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 switches the filter off.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts to take from each file.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved timings, of which the median is reported.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Folder for results.json.")] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,8 +94,8 @@ def _load_tokenizer(model: str, trust_remote_code: bool) -> tuple[Any, list[int]
 
     from speculators.errors import VerifierError
 
-    if not Path(model).exists() and Path(model).is_absolute():
-        raise VerifierError(f"there is no verifier folder {model}; check --model")
+    if not model or (not Path(model).is_dir() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model)):  # nor a hub id
+        raise VerifierError(f"there is no verifier folder {model!r}; check --model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:

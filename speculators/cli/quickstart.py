@@ -15,8 +15,10 @@ def quickstart(
     output: Annotated[Path, typer.Option(help="Run folder; a second run goes on where the first stopped.")] = Path(
         "quickstart"
     ),
-    minutes: Annotated[float, typer.Option(min=1.0, help="Time to spend, on the whole.")] = 15.0,
-    seed: Annotated[int, typer.Option(help="Seed of the split, the draft's start and the order of training.")] = 0,
+    minutes: Annotated[float, typer.Option(min=1.0, max=100_000.0, help="Time to spend, on the whole.")] = 15.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the split, the draft's start and the order of training.")
+    ] = 0,
     prompts: Annotated[
         Path | None, typer.Option(help="Folder of JSONL prompt files; examples/prompts by default.", show_default=False)
     ] = None,

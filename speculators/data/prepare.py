@@ -140,6 +140,8 @@ def prepare_data(
 
     account = _Account(config)
     records = [(file.name, index, record) for file in files for index, record in iterate_records(file)]
+    if not records:
+        raise DataError(f"there are no records in {', '.join(map(str, config.data))}; give one JSON object a line")
     order = np.random.default_rng([RECORD_STREAM, config.seed]).permutation(len(records))
     shuffled = [records[index] for index in order]
     if answer is None:

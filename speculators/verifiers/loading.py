@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from speculators.errors import VerifierError
+from speculators.errors import ConfigError, VerifierError
 from speculators.models.verifier_weights import text_config
 from speculators.verifiers.attention import use_grouped_attention
 from speculators.verifiers.packed_linear import pack_linears
@@ -102,15 +102,23 @@ def load_verifier(
     """
     name = os.fspath(path)
     _check_exists(name)
-    device = torch.device(device) if device is not None else _default_device()
+    device = _device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         model = _model_class(config).from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a broken or foreign checkpoint makes transformers raise
-        raise VerifierError(f"the verifier {name} cannot be loaded ({_first_line(error)}); check the folder's files") from error
-    model.requires_grad_(False).eval().to(device)
+        hint = (
+            "check the folder's files" if Path(name).is_dir() else f"there is no folder {name} either, so give a model folder"
+        )
+        raise VerifierError(f"the verifier {name} cannot be loaded ({_first_line(error)}); {hint}") from error
+    try:
+        model.requires_grad_(False).eval().to(device)
+    except (RuntimeError, AssertionError) as error:  # no such accelerator, or no room on it
+        raise VerifierError(
+            f"the verifier {name} cannot be put on the device {device} ({_first_line(error)}); choose another --device"
+        ) from error
     parts = decoder_parts(model)
     use_grouped_attention(model)
     if model.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
@@ -141,12 +149,20 @@ def _check_exists(name: str) -> None:
             raise VerifierError(f"{name} has no config.json; give the folder of a Hugging Face model")
         if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
             raise VerifierError(f"{name} has no safetensors weights; download the whole model or save it with save_pretrained")
-    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or folder.exists():
+    elif not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) or folder.exists():
         raise VerifierError(f"there is no verifier folder {name}; give the path of a Hugging Face model folder")
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+def _device(wanted: torch.device | str | None) -> torch.device:
+    if wanted is None:
+        return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "meta":
+        raise ConfigError(f"--device {wanted} is no device to compute on; give cpu, cuda, cuda:1 or the like")
+    return device
 
 
 def _model_class(config: PretrainedConfig) -> Any:

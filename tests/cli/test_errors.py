@@ -97,6 +97,10 @@ def test_a_verifier_of_another_size(folder: Path, capsys: pytest.CaptureFixture[
         (["--num-speculative-tokens", "three"], "whole numbers of at least 1"),
         (["--top-p", "0"], "--top-p 0.0 is out of range"),
         (["--dtype", "int8"], "--dtype int8 is not one of"),
+        (["--temperature", "inf"], "--temperature inf is out of range"),
+        (["--temperature", "1e-300"], "give 0 for greedy decoding"),
+        (["--device", "abacus"], "--device abacus is no device to compute on"),
+        (["--device", "meta"], "--device meta is no device to compute on"),
     ],
 )
 def test_values_out_of_range(folder: Path, flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +114,8 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "x", "--unknown"]) == 2
     assert main(["no-such-command"]) == 2
     assert main(["train"]) == 2
+    assert main(["evaluate", "x", "--data", "x", "--seed", "-1"]) == 2
+    assert main(["quickstart", "--minutes", "inf"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -123,6 +129,43 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
     code, line = refused(capsys, "train", "--verifier-name-or-path", "x")
     assert code == 1
     assert "the disk is full for /runs/model.safetensors" in line
+
+
+def test_a_path_that_the_system_refuses_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import speculators.cli.train
+
+    def denied(_: list[str]) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "/runs/metrics.jsonl")
+
+    monkeypatch.setattr(speculators.cli.train, "main", denied)
+    assert refused(capsys, "train") == (1, "error: /runs/metrics.jsonl: Permission denied; check the path and its permissions")
+
+
+@pytest.mark.parametrize("text", ["3", "[]", "{bad", "{}"])
+def test_a_checkpoint_config_that_is_none(text: str, tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(text)
+    code, line = refused(capsys, "evaluate", tmp_path, "--data", folder / "prompts.jsonl")
+    assert code == 2
+    assert str(tmp_path) in line
+
+
+@pytest.mark.parametrize("name", ["./absent", "", "a/b/c"])
+def test_prepare_data_without_a_model(name: str, tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = refused(
+        capsys, "prepare-data", "--model", name, "--data", folder / "prompts.jsonl", "--output", tmp_path / "out"
+    )
+    assert code == 1
+    assert f"there is no verifier folder {name!r}" in line
+
+
+def test_an_empty_array_of_records(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "none.json").write_text("[]")
+    data = tmp_path / "none.json"
+    code, line = refused(capsys, "prepare-data", "--model", folder / "verifier", "--data", data, "--output", tmp_path / "out")
+    assert code == 1
+    assert f"there are no records in {data}" in line
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
