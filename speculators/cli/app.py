@@ -84,10 +84,15 @@ def run(arguments: list[str]) -> int:
 
     A :class:`SpeculatorsError` is a sentence for the user; anything else that escapes is a bug and keeps its traceback,
     except a full disk and a path that the system refuses, which the user can mend and which leave only complete files behind.
+
+    :raises KeyboardInterrupt: on Ctrl-C, unless the command itself comes to an orderly stop.
     """
     try:
         app(args=arguments, prog_name="speculators")
     except SystemExit as exit_:
+        interrupt = _interrupt(exit_)
+        if interrupt is not None:
+            raise interrupt from None
         if exit_.code is None or isinstance(exit_.code, int):
             return exit_.code or 0
         print(exit_.code, file=sys.stderr)
@@ -109,3 +114,10 @@ def run(arguments: list[str]) -> int:
         )
         return 1
     return 0
+
+
+def _interrupt(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The Ctrl-C that typer turned into an exit without a word."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
