@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
-from collections.abc import Callable, Iterator
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from speculators.errors import DataError
+from speculators.errors import DataError, SpeculatorsError
 
-__all__ = ["atomic_write", "write_text_atomically", "writing"]
+__all__ = [
+    "AppendedRecords",
+    "atomic_write",
+    "locked_folder",
+    "sweep_temporaries",
+    "temporary_beside",
+    "write_text_atomically",
+    "writing",
+]
+
+#: Names that :func:`temporary_beside` gives.
+_TEMPORARY = re.compile(r"\.(?P<of>.+)\.\d+\.tmp(?P<suffix>(\.[^.]*)?)")
 
 
 @contextmanager
@@ -25,10 +42,15 @@ def writing(path: Path) -> Iterator[None]:
         raise DataError(f"cannot write {path} ({error.strerror or error}); choose another folder") from error
 
 
+def temporary_beside(path: Path) -> Path:
+    """A name beside ``path`` (same suffix) for what is being written; a kill leaves it to :func:`sweep_temporaries`."""
+    return path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+
+
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A file beside ``path`` (same suffix) to fill; it is renamed over ``path`` if the body succeeds, and gone if not."""
-    temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    temporary = temporary_beside(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -54,3 +76,86 @@ def atomic_write(path: str | Path, write: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _replacing(path) as temporary:
             write(temporary)
+
+
+def sweep_temporaries(folder: Path, of: Path | None = None) -> None:
+    """Remove what writers that were killed left half-written in ``folder``; the caller keeps other writers out.
+
+    :param of: only what was to become this.
+    """
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match is None or (of is not None and (match["of"], match["suffix"]) != (of.stem, of.suffix)):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked_folder(folder: Path, flag: str, name: str = ".lock", what: str = "folder") -> Iterator[None]:
+    """Create ``folder`` if need be and keep other processes out of it; the lock dies with the process.
+
+    :param flag: what names the folder on the command line, for the error's advice.
+    :param name: of the lock's file.
+    :param what: what the error calls the folder.
+    :raises SpeculatorsError: when another process holds the lock, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Opened without truncation: the holder's name must stay readable for the one who is refused.
+        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise SpeculatorsError(f"the {what} {folder} cannot be written ({error.strerror}); choose another {flag}") from error
+    with os.fdopen(descriptor, "r+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = lock.read().strip() or "another process"
+            raise SpeculatorsError(
+                f"the {what} {folder} is in use by {holder}; wait for it, or choose another {flag}"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield
+
+
+class AppendedRecords:
+    """A JSONL file that grows by one flushed line per record; a torn last line is dropped when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = 0
+        if path.exists():
+            for line in path.read_bytes().splitlines(keepends=True):
+                try:
+                    record = json.loads(line) if line.endswith(b"\n") else None
+                except ValueError:
+                    record = None
+                if not isinstance(record, dict):
+                    break
+                self.records.append(record)
+                whole += len(line)
+            if whole < path.stat().st_size:
+                os.truncate(path, whole)
+        self._stream = path.open("ab")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record through to the disk."""
+        self._stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self.records.append(dict(record))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> AppendedRecords:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -75,8 +75,9 @@ def prepare_data_command(
             config = config.model_copy(update={"seq_length": seq_length})
         longest = min(max_new_tokens, seq_length - 1)
 
-        def answer(prompts: list[list[int]]) -> Iterable[tuple[int, Sequence[int]]]:
-            return generate_answers(verifier, prompts, longest, sampling, batch_size=batch_size, seed=seed, progress=True)
+        def answer(prompts: list[list[int]], numbers: list[int]) -> Iterable[tuple[int, Sequence[int]]]:
+            how: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "row_ids": numbers, "progress": True}
+            return generate_answers(verifier, prompts, longest, sampling, **how)
 
         record = AnswerRecord(on_policy=True, max_new_tokens=longest, **sampling.model_dump())
         report = prepare_data(

@@ -26,7 +26,7 @@ from speculators.data.rendering import (
 from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset
 from speculators.data.vocabulary import TOKEN_FREQUENCIES, count_tokens, save_token_frequencies
 from speculators.errors import ConfigError, DataError
-from speculators.files import atomic_write
+from speculators.files import AppendedRecords, atomic_write, locked_folder, sweep_temporaries
 
 __all__ = ["OUTCOMES", "Answerer", "PrepareConfig", "PrepareReport", "find_data_files", "prepare_data"]
 
@@ -51,8 +51,9 @@ OUTCOMES = {
     "not_needed": "not needed for --max-samples",
 }
 
-#: Answers prompts (token ids): yields (index of the prompt, generated ids with the end-of-turn token) in any order.
-Answerer = Callable[[list[list[int]]], Iterable[tuple[int, Sequence[int]]]]
+#: Answers prompts (token ids): yields (index of the prompt, generated ids with the end-of-turn token) in any order. The second
+#: argument has a number for every prompt, the same in every continuation of a run, to seed its draws.
+Answerer = Callable[[list[list[int]], list[int]], Iterable[tuple[int, Sequence[int]]]]
 
 
 class PrepareConfig(BaseModel):
@@ -123,16 +124,33 @@ def prepare_data(
     Records are taken in an order that the seed decides until ``max_samples`` rows are there. Without ``answer`` the
     assistant turns in the data are supervised; with it, each record's last user turn is answered and its rows are prompt
     and answer. Rows given as ``input_ids`` and ``loss_mask`` are taken as they are. A run that an earlier one has
-    already done with the same settings, files and tokenizer changes nothing.
+    already done with the same settings, files and tokenizer changes nothing; one that was cut goes on behind its last answer.
 
     :param answers: how ``answer`` generates, for the manifest.
     :param eos_ids: end-of-turn ids besides the tokenizer's own.
     :param settings: anything else the answers depend on, to tell runs apart.
     :raises DataError: for missing or empty files, when no row is left, or when ``output`` holds other rows and
         ``overwrite`` is off; whatever the folder held is then still there.
+    :raises SpeculatorsError: when another process is making a data set there.
     """
     files = find_data_files(config.data)
     identity = _settings_hash(config, files, tokenizer, answers, eos_ids, settings)
+    with locked_folder(config.output, "--output", ".prepare.lock"):
+        sweep_temporaries(config.output)
+        sweep_temporaries(config.output.resolve().parent, of=config.output)
+        return _prepare(config, files, identity, tokenizer, answer, answers, eos_ids)
+
+
+def _prepare(
+    config: PrepareConfig,
+    files: Sequence[Path],
+    identity: str,
+    tokenizer: Any,
+    answer: Answerer | None,
+    answers: AnswerRecord | None,
+    eos_ids: Collection[int],
+) -> PrepareReport:
+    """:func:`prepare_data` in a folder that no other process writes to."""
     known = _known_dataset(config, identity)
     if known is not None:
         _save_frequencies(config.output, known, tokenizer)
@@ -148,7 +166,8 @@ def prepare_data(
         for source, index, record in shuffled:
             account.take(source, index, partial(_render, tokenizer, record, source, index, eos_ids))
     else:
-        _answer_all(account, shuffled, tokenizer, answer, eos_ids)
+        kept_answers = config.output / f".answers-{identity}.jsonl"
+        _answer_all(account, shuffled, tokenizer, answer, kept_answers)
 
     manifest = DataManifest(
         verifier=config.verifier,
@@ -168,6 +187,8 @@ def prepare_data(
     rejected = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in account.rejected)
     atomic_write(config.output / REJECTED, lambda path: path.write_text(rejected, encoding="utf-8"))
     _save_frequencies(config.output, dataset, tokenizer)
+    for answered in config.output.glob(".answers-*.jsonl"):
+        answered.unlink()
     return PrepareReport(dataset, account.counts(), reused=False)
 
 
@@ -269,9 +290,12 @@ def _answer_all(
     records: Sequence[tuple[str, int, Any]],
     tokenizer: Any,
     answer: Answerer,
-    eos_ids: Collection[int],
+    kept: Path,
 ) -> None:
-    """Let the verifier answer as many records as there are rows to fill, in order, and account for all of them."""
+    """Let the verifier answer as many records as there are rows to fill, in order, and account for all of them.
+
+    :param kept: file that keeps every answer as soon as it is done, for the run that goes on after a kill.
+    """
     config = account.config
     prompts: list[tuple[str, int, list[int]]] = []
     for source, index, record in records:
@@ -282,7 +306,12 @@ def _answer_all(
             prompts.append((source, index, _prompt_ids(tokenizer, record, source, index, config.seq_length)))
         except _Refused as refusal:
             account.refuse(source, index, refusal)
-    answered = dict(answer([ids for _, _, ids in prompts])) if prompts else {}
+    with AppendedRecords(kept) as log:
+        answered: dict[int, Sequence[int]] = {record["number"]: record["ids"] for record in log.records}
+        waiting = [number for number in range(len(prompts)) if number not in answered]
+        for place, found in answer([prompts[number][2] for number in waiting], waiting) if waiting else ():
+            answered[waiting[place]] = found
+            log.append({"number": waiting[place], "ids": [int(token) for token in found]})
     for number, (source, index, ids) in enumerate(prompts):
         generated = list(answered.get(number, ()))
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from speculators.errors import ConfigError, DataError
-from speculators.files import writing
+from speculators.files import temporary_beside, writing
 
 __all__ = ["AnswerRecord", "DataManifest", "Row", "RowDataset", "split_rows"]
 
@@ -157,9 +156,12 @@ class RowDataset(Sequence[Row]):
             raise DataError(f"{folder} already holds a data set; choose another folder or pass --overwrite")
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-                _write(dataset, Path(temporary) / "rows")
-                _install(Path(temporary) / "rows", folder)
+            temporary = temporary_beside(folder)
+            try:
+                _write(dataset, temporary)
+                _install(temporary, folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
         return dataset
 
     def __len__(self) -> int:
@@ -276,7 +278,6 @@ def _install(new: Path, folder: Path) -> None:
     for stale in folder.glob("*.arrow"):
         if stale.name not in kept:
             stale.unlink()
-    shutil.rmtree(new, ignore_errors=True)
 
 
 def split_rows(num_rows: int, train_ratio: float) -> tuple[np.ndarray, np.ndarray]:

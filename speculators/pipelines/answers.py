@@ -10,7 +10,7 @@ from typing import Any
 
 from speculators.data.rendering import on_policy_row
 from speculators.data.rows import Row
-from speculators.pipelines.run_folder import AppendedRecords
+from speculators.files import AppendedRecords
 
 __all__ = ["RenderedPrompt", "collect_answers", "rows_of"]
 

@@ -7,18 +7,17 @@ a rerun loses the one that was being written and no more.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from speculators.errors import ConfigError, SpeculatorsError
+from speculators.errors import ConfigError
 from speculators.evaluation.results import write_json_atomically
+from speculators.files import locked_folder, sweep_temporaries
 
-__all__ = ["AppendedRecords", "RunFolder"]
+__all__ = ["RunFolder"]
 
 _SETTINGS_FILE = "settings.json"
 
@@ -38,18 +37,9 @@ class RunFolder:
         :raises ConfigError: when the folder was begun with other settings, or holds something else.
         :raises SpeculatorsError: when it cannot be written, or another process works in it.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("w", encoding="utf-8")
-        except OSError as error:
-            raise SpeculatorsError(f"cannot write to {self.path} ({error.strerror}); choose another --output") from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise SpeculatorsError(
-                    f"another process is working in {self.path}; wait for it or choose another --output"
-                ) from error
+        with locked_folder(self.path, "--output"):
+            for written in (self.path, self.path / "steps", self.path / "data"):
+                sweep_temporaries(written)
             self._check(json.loads(json.dumps(settings)))
             yield self
 
@@ -91,42 +81,3 @@ class RunFolder:
 
     def _record(self, step: str) -> Path:
         return self.path / "steps" / f"{step}.json"
-
-
-class AppendedRecords:
-    """A JSONL file that grows by one flushed line per record; a torn last line is dropped when it is opened."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.records: list[dict[str, Any]] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = 0
-        if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True):
-                try:
-                    record = json.loads(line) if line.endswith(b"\n") else None
-                except ValueError:
-                    record = None
-                if not isinstance(record, dict):
-                    break
-                self.records.append(record)
-                whole += len(line)
-            if whole < path.stat().st_size:
-                os.truncate(path, whole)
-        self._stream = path.open("ab")
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record through to the disk."""
-        self._stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self.records.append(dict(record))
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def __enter__(self) -> AppendedRecords:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -173,7 +173,7 @@ class CheckpointStore:
         return Checkpoint(path, number, state)
 
     def _link(self, name: str, target: str) -> None:
-        temporary = self.folder / f".{name}.{os.getpid()}.link"
+        temporary = self.folder / f".{name}.{os.getpid()}.tmp"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         os.replace(temporary, self.folder / name)

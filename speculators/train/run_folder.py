@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from speculators.errors import ConfigError, SpeculatorsError
-from speculators.files import write_text_atomically
+from speculators.errors import ConfigError
+from speculators.files import locked_folder, sweep_temporaries, write_text_atomically
 from speculators.train.checkpoints import CheckpointStore
 from speculators.train.config.artifacts import save_artifacts
 from speculators.train.config.fields import setting_info
@@ -49,26 +47,9 @@ class TrainingFolder:
 
         :raises SpeculatorsError: when another process holds it, or the folder cannot be written.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            # Opened without truncation: the holder's name must stay readable for the one who is refused.
-            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise SpeculatorsError(
-                f"the run folder {self.path} cannot be written ({error.strerror}); choose another --save-path"
-            ) from error
-        with os.fdopen(descriptor, "r+", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                holder = lock.read().strip() or "another process"
-                raise SpeculatorsError(
-                    f"the run folder {self.path} is in use by {holder}; wait for it, or choose another --save-path"
-                ) from None
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            lock.flush()
+        with locked_folder(self.path, "--save-path", _LOCK, "run folder"):
             self.checkpoints.sweep()
+            sweep_temporaries(self.path)
             yield self
 
     def move_aside(self) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -12,13 +13,10 @@ from speculators.__main__ import main
 
 @pytest.mark.parametrize("command", ["train", "prepare_data"])
 def test_inside_a_command(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import speculators.cli.prepare_data
-    import speculators.cli.train
-
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"speculators.cli.{command}.main", interrupted)
+    monkeypatch.setattr(import_module(f"speculators.cli.{command}"), "main", interrupted)
     assert main([command.replace("_", "-")]) == 130
     printed = capsys.readouterr().err
     assert printed.strip() == "stopped; what was written is whole, and the same command can be run again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from speculators.cli.prepare_data import main
 from speculators.data import AnswerRecord, RowDataset, load_token_frequencies, render_prompt
 from speculators.data.prepare import OUTCOMES, PrepareConfig, find_data_files, prepare_data
-from speculators.errors import ConfigError, DataError, VerifierError
+from speculators.errors import ConfigError, DataError, SpeculatorsError, VerifierError
+from speculators.files import locked_folder
 from tests.tiny import END_OF_TURN, tiny_tokenizer, tiny_verifier
 
 
@@ -152,7 +154,8 @@ def test_answers_by_the_verifier(data: Path, tmp_path: Path) -> None:
     end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     seen: list[list[int]] = []
 
-    def answer(prompts: list[list[int]]) -> Iterable[tuple[int, list[int]]]:
+    def answer(prompts: list[list[int]], numbers: list[int]) -> Iterable[tuple[int, list[int]]]:
+        assert numbers == list(range(len(prompts)))
         seen.extend(prompts)
         # Out of order, one of them empty.
         for index in reversed(range(len(prompts))):
@@ -199,6 +202,42 @@ def test_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as exit_:
         main(["--model", str(model)])
     assert exit_.value.code == 2
+
+
+def test_a_kill_while_answering_costs_the_answers_that_were_not_done(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(9)))
+    record = AnswerRecord(on_policy=True, temperature=0.7, max_new_tokens=4)
+    asked: list[list[int]] = []
+
+    def answer(prompts: list[list[int]], numbers: list[int], most: int = 99) -> Iterable[tuple[int, list[int]]]:
+        asked.append(numbers)
+        for place in list(reversed(range(len(prompts))))[:most]:
+            yield place, [10 + numbers[place], 11]
+        if most < len(prompts):
+            raise KeyboardInterrupt  # as a kill: nothing of the library catches it
+
+    settings = config(questions, tmp_path, minimum_valid_tokens=1)
+    whole = prepare_data(settings.model_copy(update={"output": tmp_path / "whole"}), tokenizer, answer=answer, answers=record)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_data(settings, tokenizer, answer=partial(answer, most=4), answers=record)
+    # What kills in the middle of a write leave.
+    (tmp_path / "output" / ".token_freq.77.tmp.pt").write_bytes(b"torn")
+    (tmp_path / ".output.77.tmp").mkdir()
+    for other in (".output2.77.tmp", ".output.77.tmp.v2"):
+        (tmp_path / other).mkdir()  # of another data set, which may be in the making
+    report = prepare_data(settings, tokenizer, answer=answer, answers=record)
+    assert asked == [list(range(9)), list(range(9)), [0, 1, 2, 3, 4]]
+    assert report.dataset.fingerprint == whole.dataset.fingerprint
+    names = {entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")}
+    names |= {entry.name for entry in (tmp_path / "output").iterdir() if entry.name.startswith(".")}
+    assert names == {".output2.77.tmp", ".output.77.tmp.v2", ".prepare.lock"}
+
+
+def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
+    with locked_folder(tmp_path / "output", "--output", ".prepare.lock"), pytest.raises(SpeculatorsError, match="is in use by"):
+        prepare_data(config(data, tmp_path), tiny_tokenizer())
 
 
 def test_generation_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

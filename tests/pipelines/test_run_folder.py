@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from speculators.errors import ConfigError, SpeculatorsError
-from speculators.pipelines.run_folder import AppendedRecords, RunFolder
+from speculators.files import AppendedRecords
+from speculators.pipelines.run_folder import RunFolder
 
 SETTINGS = {"minutes": 15.0, "seed": 0}
 
@@ -38,14 +39,14 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path) ->
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, "quickstart").opened(SETTINGS), pytest.raises(SpeculatorsError, match="another process"):  # noqa: SIM117
+    with RunFolder(tmp_path, "quickstart").opened(SETTINGS), pytest.raises(SpeculatorsError, match="is in use by process"):  # noqa: SIM117
         with RunFolder(tmp_path, "quickstart").opened(SETTINGS):
             pass
 
 
 def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpeculatorsError, match="cannot write to"):  # noqa: SIM117
+    with pytest.raises(SpeculatorsError, match="cannot be written"):  # noqa: SIM117
         with RunFolder(tmp_path / "file" / "run", "quickstart").opened(SETTINGS):
             pass
 

@@ -94,3 +94,11 @@ def test_metrics_rewind_to_a_step(tmp_path: Path) -> None:
         file.write('{"global_step": 5, "tr')
     metrics.rewind(2)
     assert [record["global_step"] for record in metrics.records()] == [1, 2]
+
+
+def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
+    for name in (".metrics.77.tmp.jsonl", ".run_state.77.tmp.json", "notes.tmp", ".notes.tmp"):
+        (tmp_path / name).write_text("")
+    (tmp_path / ".checkpoint_best.77.tmp").symlink_to("3")
+    with TrainingFolder(tmp_path).locked():
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == [".notes.tmp", ".train.lock", "notes.tmp"]
