@@ -6,13 +6,25 @@ The command line prints the sentence of a :class:`SpeculatorsError` without a tr
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "DataError", "SpeculatorsError", "VerifierError"]
+__all__ = ["ConfigError", "DataError", "LostProcessError", "SpeculatorsError", "StoppedError", "VerifierError"]
 
 
 class SpeculatorsError(Exception):
     """A failure at run time that the user can mend; exit code 1."""
 
     exit_code = 1
+
+
+class StoppedError(SpeculatorsError):
+    """A signal asked the run to stop; exit code 128 + signal, as shells have it."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"stopped by signal {signal}; run the same command again to go on")
+        self.exit_code = 128 + signal
+
+
+class LostProcessError(SpeculatorsError):
+    """Another process of the same run is gone; whichever process notices says so. Exit code 1."""
 
 
 class ConfigError(SpeculatorsError, ValueError):

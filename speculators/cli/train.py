@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 bad settings, 128 + signal when it was stopped."""
     main_process = os.environ.get("RANK", "0") == "0"
     with _plain_speech(main_process):
-        from speculators.errors import SpeculatorsError
+        from speculators.errors import LostProcessError, SpeculatorsError
         from speculators.train.config import TrainConfig, check_runnable
 
         config = TrainConfig.resolve(arguments)
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 
             result = train(config)
         except SpeculatorsError as error:
-            if main_process:
+            if main_process or isinstance(error, LostProcessError):
                 raise
             return error.exit_code
     if main_process:

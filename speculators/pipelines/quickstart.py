@@ -25,7 +25,7 @@ from speculators.data.prompts import load_human_eval, read_prompts
 from speculators.data.rendering import render_prompt, tokenizer_hash
 from speculators.data.rows import AnswerRecord, DataManifest, RowDataset
 from speculators.data.vocabulary import count_tokens, mapping_for, save_token_frequencies
-from speculators.errors import DataError, SpeculatorsError, VerifierError
+from speculators.errors import DataError, SpeculatorsError, StoppedError, VerifierError
 from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet
 from speculators.evaluation.bound import seconds_per_step
 from speculators.evaluation.command import check_lengths, drafts_of, evaluate_drafts
@@ -85,6 +85,7 @@ class _Quickstart:
             return read_results(self.path)
         verifier, verifier_path = self._load()
         split = self._split()
+        self._say_if_too_short(verifier)
         records = self._generate(verifier, split)
         dataset = self._rows(verifier, verifier_path, split, records)
         self._prune(verifier, dataset)
@@ -196,7 +197,7 @@ class _Quickstart:
         self._note(f"train, as this command would: {config.command_line()}")
         result = train(config, dataset=dataset, verifier=verifier, progress=self.notes is not None)
         if result.signal is not None:
-            raise SpeculatorsError(f"stopped by signal {result.signal}; run the same command again to go on")
+            raise StoppedError(result.signal)
         if result.checkpoint is None:
             raise SpeculatorsError(f"training left no checkpoint in {self.path}; raise --minutes")
         checkpoint = result.checkpoint.resolve().relative_to(self.path.resolve())
@@ -212,10 +213,24 @@ class _Quickstart:
         if plan is None:
             generated = self.folder.product("generate") or {}
             used = max(time.monotonic() - self.began, generated.get("seconds", 0.0))
-            per_step = seconds_per_step(TransformersSession(verifier), self.settings.max_prompt_tokens)
+            per_step = self._seconds_per_step(verifier)
             seconds = self.settings.train_seconds(used, per_step)
             plan = self.folder.finish("plan", {"seconds_per_step": per_step, "train_minutes": round(seconds / 60, 2)})
         return float(plan["train_minutes"])
+
+    def _say_if_too_short(self, verifier: Verifier) -> None:
+        """Say before the first long step when decoding and the least training do not fit into the time that was asked for."""
+        if self.notes is None or self.folder.product("generate") is not None:
+            return
+        seconds = self.settings.least_seconds(time.monotonic() - self.began, self._seconds_per_step(verifier))
+        if seconds > 1.2 * self.settings.seconds:
+            self._note(
+                f"--minutes {self.settings.minutes:g} is less than the steps of fixed length take on this machine: "
+                f"expect about {seconds / 60:.1f} minutes"
+            )
+
+    def _seconds_per_step(self, verifier: Verifier) -> float:
+        return seconds_per_step(TransformersSession(verifier), self.settings.max_prompt_tokens)
 
     def _train_config(self, verifier: Verifier, verifier_path: Path, dataset: RowDataset, minutes: float) -> TrainConfig:
         settings = self.settings

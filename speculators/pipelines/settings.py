@@ -81,10 +81,23 @@ class QuickstartSettings:
         :param used: seconds that the steps before took.
         :param seconds_per_step: of plain decoding; a round of drafting and its tokens are about as fast.
         """
+        left = self.seconds - used - self._fixed_seconds(seconds_per_step)
+        return max(left, self.least_train_share * self.seconds)
+
+    def least_seconds(self, used: float, seconds_per_step: float) -> float:
+        """What the run takes at least: its parts that do not follow the time budget, answering and the least training.
+
+        :param used: seconds that loading took.
+        :param seconds_per_step: as for :meth:`train_seconds`.
+        """
+        shares = self.generate_share + self.least_train_share
+        return used + shares * self.seconds + self._fixed_seconds(seconds_per_step)
+
+    def _fixed_seconds(self, seconds_per_step: float) -> float:
+        """Decoding the held-out prompts, loading and saving."""
         decoding = self.decodes * self.decode_prompts * self.decode_tokens * seconds_per_step
         # A tenth more for prefills and comparisons, half a minute for loading and saving.
-        left = self.seconds - used - 1.1 * decoding - min(30.0, 0.05 * self.seconds)
-        return max(left, self.least_train_share * self.seconds)
+        return 1.1 * decoding + min(30.0, 0.05 * self.seconds)
 
     def record(self) -> dict[str, Any]:
         """What a continued run must agree in, as JSON values."""

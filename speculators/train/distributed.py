@@ -14,11 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 
-from speculators.errors import ConfigError, SpeculatorsError
+from speculators.errors import ConfigError, LostProcessError, SpeculatorsError
 from speculators.train.config.derived import tracker_names
 from speculators.train.config.model import TrainConfig
 
-__all__ = ["StopSignals", "main_first", "make_accelerator"]
+__all__ = ["StopSignals", "main_first", "make_accelerator", "noticing_lost_processes"]
 
 Result = TypeVar("Result")
 
@@ -75,6 +75,28 @@ def main_first(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
         raise answer[1]
     result: Result = answer[0]
     return result
+
+
+#: What gloo says when the process at the other end is gone or silent; NCCL has an exception class for it.
+_GONE = ("Connection reset", "Connection closed", "Broken pipe", "Timed out waiting")
+
+
+@contextmanager
+def noticing_lost_processes() -> Iterator[None]:
+    """Turn the failure of an exchange with a process that is gone into a sentence.
+
+    :raises LostProcessError: in its place; every other error passes.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        gone = "gloo" in str(error) and any(words in str(error) for words in _GONE)
+        if not gone and not isinstance(error, torch.distributed.DistError):
+            raise
+        raise LostProcessError(
+            "another process of this training is gone (its own output may say why); run the same command again, which goes "
+            "on from the last checkpoint"
+        ) from error
 
 
 class StopSignals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
@@ -22,7 +23,7 @@ from speculators.progress import bar
 from speculators.train.config.derived import check_runnable
 from speculators.train.config.model import TrainConfig
 from speculators.train.config.resolution import require_verifier
-from speculators.train.distributed import expand_placeholders, main_first, make_accelerator
+from speculators.train.distributed import expand_placeholders, main_first, make_accelerator, noticing_lost_processes
 from speculators.train.drafts import DraftInputs, build_draft, checkpoint_config, save_draft
 from speculators.train.precision import Precision, choose_precision
 from speculators.train.results import OnStep, TrainResult
@@ -52,6 +53,7 @@ class _Split:
     val_ids: np.ndarray
 
 
+@noticing_lost_processes()
 def train(
     config: TrainConfig,
     *,
@@ -100,7 +102,7 @@ def train(
         path = config.verifier.verifier_name_or_path
         teacher = VerifierHead.from_folder(path, draft.t2d, config=verifier.config, with_norm=with_norm)
         check_source(source, teacher, verifier, [split.cut[int(row)] for row in split.train_ids[:16]])
-        identity = _identity(split, source, accelerator, precision, config)
+        identity = _identity(split, draft, source, accelerator, precision, config)
         main_first(accelerator, lambda: folder.check_identity(identity))
         main_first(accelerator, lambda: folder.write_artifacts(config))
         _announce(accelerator, precision, split, draft)
@@ -243,11 +245,12 @@ def _capture(source: Any, split: _Split, config: TrainConfig, shown: bool) -> No
 
 
 def _identity(
-    split: _Split, source: HiddenStateSource, accelerator: Accelerator, precision: Precision, config: TrainConfig
+    split: _Split, draft: Any, source: HiddenStateSource, accelerator: Accelerator, precision: Precision, config: TrainConfig
 ) -> dict[str, Any]:
     """What a resumed run must share beside its settings."""
     return {
         "rows": split.dataset.fingerprint,
+        "draft vocabulary": None if draft.t2d is None else hashlib.sha256(draft.t2d.cpu().numpy().tobytes()).hexdigest()[:16],
         "training rows": len(split.train_ids),
         "verifier": source.description.verifier_hash,
         "packed rows per step": accelerator.num_processes * config.trainer.gradient_accumulation_steps,

@@ -106,7 +106,7 @@ class TrainingFolder:
         self._refuse(
             [
                 f"{key}: {known.get(key)} there, {now.get(key)} here"
-                for key in {**known, **now}
+                for key in known  # an earlier version may have noted down less
                 if known.get(key) != now.get(key)
             ]
         )

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from speculators.data.rows import RowDataset
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, SpeculatorsError, StoppedError
 from speculators.evaluation.results import EvaluationResults, read_results
+from speculators.pipelines import quickstart
 from speculators.pipelines.quickstart import run_quickstart
 from speculators.pipelines.settings import QuickstartSettings
+from speculators.train import StepInfo
 from tests.tiny import tiny_verifier
 
 SCRIPT = """
@@ -157,6 +161,42 @@ def test_kills_anywhere_lose_nothing(folder: Path, tmp_path: Path) -> None:
     assert results.benchmarks
     steps = [record["global_step"] for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
     assert steps == sorted(steps)
+
+
+def test_too_few_minutes_are_said_beforehand(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = QuickstartSettings(minutes=1)
+    assert settings.least_seconds(5, 0.04) == pytest.approx(5 + 0.53 * 60 + 1.1 * 4 * 8 * 64 * 0.04 + 3)
+
+    def stop(*_: object) -> None:
+        raise SpeculatorsError("enough seen")
+
+    for minutes, warned in ((0.01, True), (30, False)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(quickstart._Quickstart, "_generate", stop)
+            with pytest.raises(SpeculatorsError, match="enough seen"):
+                run_quickstart(tiny_settings(folder, minutes=minutes), tmp_path / str(minutes))
+        assert (f"--minutes {minutes:g} is less than the steps of fixed length take" in capsys.readouterr().err) == warned
+
+
+def test_a_stop_while_training_has_the_signals_exit_code(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    trained = quickstart.train
+
+    def send(info: StepInfo) -> None:
+        if info.global_step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    def train(*arguments: Any, **changes: Any) -> Any:
+        return trained(*arguments, **changes, on_step=send)
+
+    monkeypatch.setattr(quickstart, "train", train)
+    run = tmp_path / "run"
+    with pytest.raises(StoppedError, match="run the same command again") as stopped:
+        run_quickstart(tiny_settings(folder), run, quiet=True)
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    # It goes on in a copy of the folder, too.
+    shutil.copytree(run, tmp_path / "copy", symlinks=True)
+    assert run_quickstart(tiny_settings(folder), tmp_path / "copy", quiet=True).benchmarks
 
 
 def test_time_that_other_steps_took_is_not_trained() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,6 +35,8 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TRAIN = [sys.executable, "-m", "speculators", "train"]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
 TWO_PROCESSES = [*LAUNCHER, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "speculators.train"]
+#: A script that trains, and whose process of the given rank kills itself at step 20.
+KILLING = Path(__file__).parent / "killing.py"
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, run: str, *, command: list[str] | None = None, accumulation: int = 2) -> subprocess.Popen:
+def start(
+    folder: Path, run: str, *, command: list[str] | None = None, accumulation: int = 2, group: dict[str, str] | None = None
+) -> subprocess.Popen:
     arguments = ["--config", "train.yaml", "--save-path", run, "--gradient-accumulation-steps", str(accumulation)]
     return subprocess.Popen(
         [*(command or TRAIN), *arguments],
         cwd=folder,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **(group or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -127,6 +132,24 @@ def test_two_processes_train_short_blocks_as_one(folder: Path) -> None:
     for first, second in zip(one, two, strict=True):
         assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
         assert second.keys() == first.keys()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_other_ends_with_a_sentence_when_one_is_killed(folder: Path, rank: int) -> None:
+    """Without a launcher, which would end the other before it can say anything."""
+    run = f"lost-{rank}"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(KILLING), str(rank)]
+    processes = [start(folder, run, command=command, accumulation=1, group={**group, "RANK": str(each)}) for each in (0, 1)]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert processes[rank].returncode == -signal.SIGKILL
+    assert processes[1 - rank].returncode == 1
+    assert outputs[1 - rank].splitlines()[-1].startswith("error: another process of this training is gone")
+    assert "Traceback" not in outputs[1 - rank]
+    finish(start(folder, run, command=TWO_PROCESSES, accumulation=1))
+    assert len(records(folder / run, "train")) == STEPS
 
 
 def test_accelerate_launches_it_too(folder: Path, whole: Path) -> None:

@@ -72,6 +72,15 @@ def test_other_rows_or_another_verifier_are_refused(tmp_path: Path) -> None:
         folder.check_identity({"rows": "c", "verifier": "b"})
 
 
+def test_a_run_that_was_moved_goes_on(tmp_path: Path) -> None:
+    """Paths of rows and verifier may change; what they lead to is compared, as far as the run noted it down."""
+    folder = TrainingFolder(tmp_path)
+    folder.write_artifacts(TrainConfig.from_flat(DSPARK, data_path="run/data"))
+    folder.check_config(TrainConfig.from_flat({**DSPARK, "verifier_name_or_path": "copy/v"}, data_path="copy/data"))
+    folder.check_identity({"rows": "a"})
+    folder.check_identity({"rows": "a", "draft vocabulary": "of a later version"})
+
+
 def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     assert folder.move_aside() is None

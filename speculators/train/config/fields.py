@@ -28,7 +28,8 @@ class SettingInfo:
     :param shaping: it shapes the draft decoder, so it contradicts ``--from-pretrained``.
     :param own: it is not an upstream flag.
     :param source: the hidden-states source that uses it; None for all.
-    :param cosmetic: it cannot change any loss, so a resumed run may change it.
+    :param cosmetic: it cannot change any loss, so a resumed run may change it; what paths lead to is compared elsewhere
+        (:meth:`~speculators.train.run_folder.TrainingFolder.check_identity`).
     """
 
     families: tuple[str, ...] | None = None

@@ -29,7 +29,8 @@ _BLOCKS = ("dflash", "dspark", "dflash2", "xpress")
 class VerifierSettings(Group):
     """The frozen model whose tokens are drafted."""
 
-    verifier_name_or_path: str = setting("", "Folder of the verifier (required).")
+    # Compared by what it holds, not by its name, as --data-path is: a run folder may be copied or moved together with them.
+    verifier_name_or_path: str = setting("", "Folder of the verifier (required).", cosmetic=True)
     trust_remote_code: bool = setting(False, "Allow the verifier's folder to bring its own model code.", cosmetic=True)
 
 
@@ -94,7 +95,7 @@ class DraftSettings(Group):
 class DataSettings(Group):
     """Rows, packing, anchors and where the verifier's hidden states come from."""
 
-    data_path: str = setting("./output", "Folder of prepared rows.")
+    data_path: str = setting("./output", "Folder of prepared rows.", cosmetic=True)
     hidden_states: Literal["transformers", "vllm", "ray", "store"] = setting(
         "transformers", "Source of hidden states: the verifier in this process with transformers.", own=True
     )
