@@ -225,7 +225,7 @@ class _Quickstart:
         seconds = self.settings.least_seconds(time.monotonic() - self.began, self._seconds_per_step(verifier))
         if seconds > 1.2 * self.settings.seconds:
             self._note(
-                f"--minutes {self.settings.minutes:g} is less than the steps of fixed length take on this machine: "
+                f"--minutes {self.settings.minutes:g} is less than the steps of fixed length take at the speed just measured: "
                 f"expect about {seconds / 60:.1f} minutes"
             )
 
