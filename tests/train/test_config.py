@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculators.errors import ConfigError
@@ -171,6 +171,7 @@ def test_artifacts_reload_and_record_the_command(tmp_path: Path) -> None:
         assert line in command
 
 
+@settings(deadline=None)
 @given(
     lr=st.floats(1e-9, 1.0),
     window=st.integers(1, 9999),
