@@ -37,6 +37,7 @@ class PackedBatch:
     supervised: int = 0  #: supervised tokens that a block can predict
     covered: int = 0  #: those that a counted prediction of ``anchors`` predicts
     num_depths: int | None = None  #: tokens to predict per block, from depth 0 on; as many as the layout has when None
+    depths: Tensor | None = None  #: int64 ``[A]``, predictions that count of every anchor, from depth 0 on; None: all
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +74,7 @@ class PackedBatch:
             document_ids=moved(self.document_ids),
             position_ids=moved(self.position_ids),
             anchors=moved(self.anchors),
+            depths=None if self.depths is None else moved(self.depths),
             features=moved_states(self.features),
             final_states=moved_states(self.final_states),
         )

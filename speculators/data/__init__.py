@@ -1,6 +1,6 @@
 """Rows: conversations, chat templates and loss masks, packing, anchors, vocabulary pruning."""
 
-from speculators.data.anchors import AnchorCoverage, sample_anchors
+from speculators.data.anchors import AnchorCoverage, DepthDrop, drop_depths, sample_anchors
 from speculators.data.batches import CutRows, attach_states, batch_rows, build_batch
 from speculators.data.packing import PackedRow, deal, packing_waste, plan_epoch, plan_steps
 from speculators.data.prompts import Conversation, Prompt, load_human_eval, read_conversations, read_prompts
@@ -19,6 +19,8 @@ from speculators.data.vocabulary import (
 )
 
 __all__ = [
+    "DepthDrop",
+    "drop_depths",
     "AnchorCoverage",
     "AnswerRecord",
     "Conversation",

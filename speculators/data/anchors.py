@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,16 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculators.batch import PackedBatch
 from speculators.errors import ConfigError
 from speculators.layout import PAD_DOCUMENT, anchor_candidates, counted_predictions, label_position
 
-__all__ = ["AnchorBudget", "AnchorCoverage", "sample_anchors"]
+__all__ = ["AnchorBudget", "AnchorCoverage", "DepthDrop", "drop_depths", "sample_anchors"]
 
 #: What ``max_anchors`` bounds: the anchors of a packed row (upstream), or of each document in it.
 AnchorBudget = Literal["row", "document"]
 
 #: First word of the random stream of anchors; see :mod:`speculators.data.packing`.
 ANCHOR_STREAM = 0xA7C0
+#: The same, of the depths that an anchor keeps.
+DEPTH_STREAM = 0xDE97
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ def sample_anchors(
     seed: int,
     epoch: int,
     num_depths: int,
+    first_anchor: int = 0,
 ) -> tuple[Tensor, AnchorCoverage]:
     """Draw anchors uniformly without replacement among the candidates of a packed row.
 
@@ -50,6 +55,7 @@ def sample_anchors(
     :param loss_mask: bool ``[T]``.
     :param document_ids: int ``[T]``, ascending, padding last.
     :param num_depths: N, predicted tokens per block, for the coverage.
+    :param first_anchor: as of :func:`~speculators.layout.anchor_candidates`.
     :returns: anchors int64 ``[A]`` ascending, and their coverage.
     :raises ConfigError: for ``max_anchors`` below 1 or an unknown budget.
     """
@@ -57,17 +63,45 @@ def sample_anchors(
         raise ConfigError(f"max_anchors is {max_anchors}; choose at least 1")
     if per not in ("row", "document"):
         raise ConfigError(f"anchors are budgeted per {per!r}; choose row or document")
-    candidates = anchor_candidates(loss_mask, document_ids)
+    candidates = anchor_candidates(loss_mask, document_ids, first_anchor)
     documents = document_ids.numpy()
-    keys = np.zeros(len(documents))
-    for document, row_id in enumerate(row_ids):
-        start, stop = np.searchsorted(documents[documents != PAD_DOCUMENT], (document, document + 1))
-        keys[start:stop] = np.random.default_rng([ANCHOR_STREAM, seed, epoch, row_id]).random(stop - start)
+    keys = _token_keys(ANCHOR_STREAM, row_ids, documents, seed, epoch)
     positions = np.flatnonzero(candidates.numpy())
     groups = [positions] if per == "row" else [positions[documents[positions] == d] for d in range(len(row_ids))]
     chosen = [group[np.argsort(keys[group], kind="stable")[:max_anchors]] for group in groups]
     anchors = torch.from_numpy(np.sort(np.concatenate([np.zeros(0, np.int64), *chosen])).astype(np.int64))
     return anchors, _coverage(anchors, len(positions), num_depths, loss_mask, document_ids)
+
+
+def _token_keys(stream: int, row_ids: Sequence[int], documents: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """A random number in [0, 1) of every token of a packed row ``[T]``, drawn from (seed, epoch, row id) alone."""
+    keys = np.zeros(len(documents))
+    inside = documents[documents != PAD_DOCUMENT]
+    for document, row_id in enumerate(row_ids):
+        start, stop = np.searchsorted(inside, (document, document + 1))
+        keys[start:stop] = np.random.default_rng([stream, seed, epoch, row_id]).random(stop - start)
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class DepthDrop:
+    """How P-EAGLE thins out deep slots: depth d is kept with probability max(ratio ** d, least), if all before it are."""
+
+    ratio: float
+    least: float
+
+
+def drop_depths(batch: PackedBatch, drop: DepthDrop, seed: int, epoch: int) -> PackedBatch:
+    """The batch with ``depths`` ``[A]`` drawn: how many predictions of every anchor are trained.
+
+    One number per anchor decides for all its depths, so what is kept is a prefix; it is a function of (seed, epoch, row id) and
+    the anchor's place in its row.
+    """
+    keys = _token_keys(DEPTH_STREAM, batch.row_ids, batch.document_ids.numpy(), seed, epoch)[batch.anchors.numpy()]
+    depths = np.arange(batch.num_depths or 1)
+    kept = np.maximum(drop.ratio**depths, drop.least)
+    kept[0] = 1.0
+    return dataclasses.replace(batch, depths=torch.from_numpy((keys[:, None] < kept).sum(axis=1)))
 
 
 def _coverage(anchors: Tensor, num_candidates: int, num_depths: int, loss_mask: Tensor, document_ids: Tensor) -> AnchorCoverage:

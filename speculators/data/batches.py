@@ -78,6 +78,7 @@ def build_batch(
     num_depths: int,
     *,
     pad: bool = False,
+    first_anchor: int = 0,
 ) -> PackedBatch:
     """Pack rows end to end and draw their anchors; no verifier states yet.
 
@@ -86,6 +87,7 @@ def build_batch(
     :param seq_len: longest row and longest packed row, in tokens.
     :param max_anchors: most anchors per packed row or per document, as ``per`` says.
     :param num_depths: N, predicted tokens per block.
+    :param first_anchor: as of :func:`~speculators.layout.anchor_candidates`.
     :param pad: fill up to ``seq_len`` with padding, for engines that want one shape.
     :raises ValueError: when the rows do not fit in ``seq_len``.
     """
@@ -106,7 +108,9 @@ def build_batch(
         documents[span], positions[span] = document, np.arange(len(row))
         start += len(row)
     loss_mask, document_ids = torch.from_numpy(mask), torch.from_numpy(documents)
-    anchors, coverage = sample_anchors(row_ids, loss_mask, document_ids, max_anchors, per, seed, epoch, num_depths)
+    anchors, coverage = sample_anchors(
+        row_ids, loss_mask, document_ids, max_anchors, per, seed, epoch, num_depths, first_anchor
+    )
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
         loss_mask=loss_mask,

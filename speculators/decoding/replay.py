@@ -36,7 +36,7 @@ from speculators.decoding.statistics import Round
 from speculators.decoding.walk import complete_blocks, expected_visits
 from speculators.errors import DataError
 from speculators.layout import (
-    BlockLayout,
+    DraftLayout,
     anchor_candidates,
     counted_predictions,
     label_position,
@@ -60,7 +60,7 @@ class ReplayModel(Protocol):
     draft_vocab_size: int
 
     @property
-    def layout(self) -> BlockLayout: ...
+    def layout(self) -> DraftLayout: ...
 
     @property
     def heads(self) -> BlockHeads: ...
@@ -184,7 +184,7 @@ def replay_row(
     device = input_ids.device
     loss_mask = loss_mask.bool()
     document_ids = torch.zeros_like(input_ids)
-    anchors = anchor_candidates(loss_mask, document_ids).nonzero().flatten()
+    anchors = anchor_candidates(loss_mask, document_ids, model.layout.first_anchor).nonzero().flatten()
     positions = torch.arange(input_ids.shape[0], device=device)
     batch = PackedBatch(input_ids, loss_mask, document_ids, positions, (0,), anchors, features, final_states)
     depths = torch.arange(n, device=device)

@@ -271,11 +271,11 @@ def check_lengths(prompts: PromptSet, max_new_tokens: int, context_length: int |
 
 
 def _check_counts(config: Any, request: EvaluationRequest) -> None:
-    largest, most = max(request.num_speculative_tokens), config.layout.max_draft_tokens
+    largest, most = max(request.num_speculative_tokens), config.layout.most_draft_tokens
     if largest > most:
         raise ConfigError(
             f"--num-speculative-tokens {largest} is more than the draft in {request.checkpoint} can draft "
-            f"({config.layout.name} blocks of {config.block_size}); use at most {most}"
+            f"({config.layout.name} layout of {config.layout.block_size} slots); use at most {most}"
         )
 
 

@@ -57,6 +57,8 @@ def gather_block_labels(
     """
     labels = batch.input_ids[_positions(batch, num_depths, label_position)]
     counts = counted_predictions(batch.anchors, num_depths, batch.loss_mask, batch.document_ids)
+    if batch.depths is not None:
+        counts = counts & (torch.arange(num_depths, device=counts.device) < batch.depths[:, None])
     return labels, verifier_to_draft(labels), counts
 
 

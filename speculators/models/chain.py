@@ -97,6 +97,9 @@ class _Slots:
     keys: Tensor
     values: Tensor
 
+    def of_anchors(self, rows: Tensor) -> _Slots:
+        return _Slots(self.keys[rows], self.values[rows])
+
     def extended(self, keys: Tensor, values: Tensor) -> _Slots:
         return _Slots(torch.cat([self.keys, keys], dim=1), torch.cat([self.values, values], dim=1))
 
@@ -111,6 +114,11 @@ class _Context:
     keys_values: list[tuple[Tensor, Tensor]]  #: per layer, ``[P, g, c]`` each
     slots: list[_Slots] = field(default_factory=list)  #: per layer
     plans: dict[int | None, AttentionPlan] = field(default_factory=dict)  #: by window
+
+    def of_anchors(self, rows: Tensor) -> _Context:
+        """The same pairs for some of the anchors, by index."""
+        slots = [layer.of_anchors(rows) for layer in self.slots]
+        return _Context(self.place[rows], self.documents, self.hidden, self.keys_values, slots)
 
 
 class ChainModel(DraftModel):
@@ -213,11 +221,25 @@ class ChainModel(DraftModel):
         return self.run_layers(state, embeds, rotation, [partial(attend, layer=i) for i in range(len(self.layers))])
 
     def _run_parallel(self, batch: PackedBatch, context: _Context, count: int, attn_impl: AttentionImpl) -> Tensor:
-        """All later slots of every anchor at once, ``[A, count, H]``."""
+        """All later slots of every anchor at once, ``[A, count, H]``; zeros where a slot is not trained."""
+        if batch.depths is None:
+            return self._run_masked(batch.anchor_positions, context, count, attn_impl)
+        # Anchors that keep as many slots run together; no anchor's slots depend on another's.
+        rest = context.hidden.new_zeros(batch.anchors.shape[0], count, context.hidden.shape[-1])
+        later = (batch.depths - 1).clamp(max=count)
+        for kept in later.unique().tolist():
+            rows = (later == kept).nonzero().squeeze(-1)
+            if kept > 0:
+                hidden = self._run_masked(batch.anchor_positions[rows], context.of_anchors(rows), kept, attn_impl)
+                rest = rest.index_put((rows[:, None], torch.arange(kept, device=rows.device)[None]), hidden)
+        return rest
+
+    def _run_masked(self, positions: Tensor, context: _Context, count: int, attn_impl: AttentionImpl) -> Tensor:
+        """``count`` later slots of the context's anchors at these positions ``[A]``, ``[A, count, H]``."""
         state, embed = self.masked_slot()
-        shape = (batch.anchors.shape[0], count, -1)
-        slots = torch.arange(1, count + 1, device=batch.anchors.device)
-        rotation = self.rotary(slot_position(batch.anchor_positions[:, None], slots[None, :]), state.dtype)
+        shape = (positions.shape[0], count, -1)
+        slots = torch.arange(1, count + 1, device=positions.device)
+        rotation = self.rotary(slot_position(positions[:, None], slots[None, :]), state.dtype)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
             return self._attend_slots(q, context.slots[layer].extended(k, v), context, layer, attn_impl)

@@ -15,39 +15,25 @@ from speculators.config import SpeculatorModelConfig, VerifierConfig
 from speculators.data.vocabulary import VocabularyMapping
 from speculators.errors import ConfigError, SpeculatorsError
 from speculators.losses import LossConfig
-from speculators.models import DFlashSpeculatorConfig, DSparkSpeculatorConfig, SpeculatorModel
+from speculators.models import SpeculatorModel
 from speculators.models.checkpoint_files import has_weights
 from speculators.models.draft_config import build_draft_config, default_layer_ids
+from speculators.models.family import DraftModelConfig
 from speculators.models.verifier_weights import text_config
 from speculators.models.warm_start import start_from_verifier
 from speculators.train.checkpoints import disk_is_full
 from speculators.train.config.derived import derive
 from speculators.train.config.model import TrainConfig
+from speculators.train.families import CHECKPOINT_KEYS, decay_length, family_of
 
 __all__ = ["DraftInputs", "brings_weights", "build_draft", "build_loss_config", "checkpoint_config", "save_draft"]
-
-_CONFIG_CLASSES: dict[str, type[DFlashSpeculatorConfig]] = {"dflash": DFlashSpeculatorConfig, "dspark": DSparkSpeculatorConfig}
-
-#: Settings that a checkpoint's config answers too, and its names for them.
-_CHECKPOINT_KEYS = {
-    "block_size": "block_size",
-    "sample_from_anchor": "sample_from_anchor",
-    "sliding_window_non_causal": "sliding_window_non_causal",
-    "sliding_window_reference": "sliding_window_reference",
-    "target_layer_ids": "aux_hidden_state_layer_ids",
-    "mask_token_id": "mask_token_id",
-    "draft_vocab_size": "draft_vocab_size",
-    "markov_rank": "markov_rank",
-    "markov_head_type": "markov_head_type",
-    "enable_confidence_head": "enable_confidence_head",
-    "confidence_head_with_markov": "confidence_head_with_markov",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
     """What a draft's config takes from the verifier and the data.
 
+    :param mask_token_id: None for a family without a mask token.
     :param final_state: of the source's last states.
     :param training_answers: how the data's answers were made, for the checkpoint.
     :param measure_scales: :func:`~speculators.verifiers.query_keys.query_key_scales` of layers, by indices and head size.
@@ -55,13 +41,13 @@ class DraftInputs:
 
     verifier_path: str
     verifier_config: PretrainedConfig
-    mask_token_id: int
+    mask_token_id: int | None
     final_state: str
     training_answers: dict[str, Any] | None = None
     measure_scales: Callable[[Sequence[int], int], list[tuple[float, float]] | None] | None = None
 
 
-def checkpoint_config(config: TrainConfig) -> DFlashSpeculatorConfig | None:
+def checkpoint_config(config: TrainConfig) -> DraftModelConfig | None:
     """Config of ``--from-pretrained``; None when a new draft is asked for.
 
     :raises ConfigError: for another family, or a given setting that contradicts the checkpoint.
@@ -70,16 +56,18 @@ def checkpoint_config(config: TrainConfig) -> DFlashSpeculatorConfig | None:
     if not path:
         return None
     found = SpeculatorModelConfig.from_pretrained(path)
-    if found.speculators_model_type != config.speculator_type or not isinstance(found, DFlashSpeculatorConfig):
+    if found.speculators_model_type != config.speculator_type or not isinstance(found, DraftModelConfig):
         raise ConfigError(
             f"--from-pretrained {path} is a {found.speculators_model_type} draft; train it with "
             f"--speculator-type {found.speculators_model_type}"
         )
     if brings_weights(path) and config.draft.d2t_path is not None:
         raise ConfigError(f"--from-pretrained {path} brings its own vocabulary; drop --d2t-path and --t2d-path")
-    flat = config.flatten()
-    for name, key in _CHECKPOINT_KEYS.items():
-        if config.given(name) and hasattr(found, key) and flat[name] is not None and flat[name] != getattr(found, key):
+    flat, own_settings = config.flatten(), config.own_settings()
+    for name, key in CHECKPOINT_KEYS.items():
+        if not config.given(name) or flat[name] is None or name not in own_settings:
+            continue
+        if hasattr(found, key) and flat[name] != getattr(found, key):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {flat[name]} contradicts the draft in {path}, which has {getattr(found, key)}; drop it")
     return found
@@ -91,7 +79,7 @@ def brings_weights(draft: str) -> bool:
 
 
 def build_draft(
-    config: TrainConfig, inputs: DraftInputs, mapping: VocabularyMapping | None, start: DFlashSpeculatorConfig | None = None
+    config: TrainConfig, inputs: DraftInputs, mapping: VocabularyMapping | None, start: DraftModelConfig | None = None
 ) -> Any:
     """The draft to train, in float32 on the CPU, its frozen parts taken from the verifier.
 
@@ -118,7 +106,7 @@ def build_draft(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         fresh: Any = SpeculatorModel.from_verifier(draft_config, t2d=t2d, d2t=d2t, verifier=inputs.verifier_path)
-        if config.draft.draft_init == "verifier":
+        if config.draft.draft_init == "verifier" and family_of(config).blocks:
             scales = _query_key_scales(fresh, inputs)
             start_from_verifier(fresh, inputs.verifier_path, scales, inputs.verifier_config)
     return fresh.train()
@@ -143,8 +131,8 @@ def _run_values(config: TrainConfig, inputs: DraftInputs) -> dict[str, Any]:
 
 def _new_config(
     config: TrainConfig, inputs: DraftInputs, mapping: VocabularyMapping | None, values: dict[str, Any]
-) -> DFlashSpeculatorConfig:
-    derived, draft = derive(config), config.draft
+) -> DraftModelConfig:
+    draft = config.draft
     verifier_layers = text_config(inputs.verifier_config).num_hidden_layers
     layer_ids = draft.target_layer_ids
     if layer_ids is None:
@@ -152,28 +140,14 @@ def _new_config(
         warnings.warn(
             f"--target-layer-ids not given: capturing {layer_ids} of {verifier_layers} layers", UserWarning, stacklevel=3
         )
-    if config.speculator_type == "dspark":
-        dspark = config.dspark
-        values = values | {
-            "markov_rank": dspark.markov_rank,
-            "markov_head_type": dspark.markov_head_type,
-            "enable_confidence_head": dspark.enable_confidence_head,
-            "confidence_head_with_markov": dspark.confidence_head_with_markov,
-        }
+    family = family_of(config)
+    values = family.values(config, layer_ids) | values
     if mapping is not None:
-        values = values | {"draft_vocab_size": mapping.draft_vocab_size}
-    return _CONFIG_CLASSES[config.speculator_type].build(
-        _decoder_config(config, inputs),
-        _verifier_record(inputs),
-        num_verifier_layers=verifier_layers,
-        block_size=derived.block_size,
-        sample_from_anchor=derived.sample_from_anchor,
-        sliding_window_non_causal=derived.sliding_window_non_causal,
-        sliding_window_reference=draft.sliding_window_reference,
-        aux_hidden_state_layer_ids=layer_ids,
-        mask_token_id=inputs.mask_token_id,
-        **values,
-    )
+        values["draft_vocab_size"] = mapping.draft_vocab_size
+    if family.masked:
+        values["mask_token_id"] = inputs.mask_token_id
+    decoder, verifier = _decoder_config(config, inputs), _verifier_record(inputs)
+    return family.config_class.build(decoder, verifier, num_verifier_layers=verifier_layers, **values)
 
 
 def _decoder_config(config: TrainConfig, inputs: DraftInputs) -> PretrainedConfig:
@@ -216,7 +190,7 @@ def _verifier_record(inputs: DraftInputs) -> VerifierConfig:
     return VerifierConfig.from_pretrained(inputs.verifier_path)
 
 
-def _point_at_verifier(draft_config: DFlashSpeculatorConfig, inputs: DraftInputs) -> None:
+def _point_at_verifier(draft_config: DraftModelConfig, inputs: DraftInputs) -> None:
     """Name this training's verifier in a config that came from a checkpoint."""
     decoder, text = draft_config.transformer_layer_config, text_config(inputs.verifier_config)
     if (decoder.hidden_size, decoder.vocab_size) != (text.hidden_size, text.vocab_size):
@@ -229,11 +203,11 @@ def _point_at_verifier(draft_config: DFlashSpeculatorConfig, inputs: DraftInputs
 
 
 def build_loss_config(config: TrainConfig) -> LossConfig:
-    """The loss of a block draft."""
+    """The loss of the settings' family."""
     derived = derive(config)
     return LossConfig(
         loss_fn=derived.loss_fn,
-        gamma=config.dflash.dflash_decay_gamma,
+        gamma=decay_length(config),
         normalization=config.loss.loss_normalization,
         ce_label=config.loss.ce_label,
         target_support=config.loss.target_support,

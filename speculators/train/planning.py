@@ -9,10 +9,22 @@ import numpy as np
 import torch
 
 from speculators.batch import PackedBatch
-from speculators.data import PackedRow, Row, RowDataset, batch_rows, build_batch, deal, plan_epoch, plan_steps
+from speculators.data import (
+    DepthDrop,
+    PackedRow,
+    Row,
+    RowDataset,
+    batch_rows,
+    build_batch,
+    deal,
+    drop_depths,
+    plan_epoch,
+    plan_steps,
+)
 from speculators.errors import ConfigError
-from speculators.layout import BlockLayout
+from speculators.layout import BlockLayout, DraftLayout
 from speculators.train.config.model import TrainConfig
+from speculators.train.families import family_of
 
 __all__ = ["Recipe", "StepPlanner", "add_noise", "plan_validation"]
 
@@ -31,23 +43,38 @@ class Recipe:
     max_anchors: int
     per: Literal["row", "document"]
     seed: int
-    layout: BlockLayout
+    layout: DraftLayout
     short: BlockLayout | None = None  #: layout of the short blocks; None without any
     short_share: float = 0.0  #: of the packed rows, to train on short blocks
+    drop: DepthDrop | None = None  #: how deep slots are thinned out while training; None keeps all
 
     @classmethod
-    def from_config(cls, config: TrainConfig, dataset: RowDataset, layout: BlockLayout) -> Recipe:
+    def from_config(cls, config: TrainConfig, dataset: RowDataset, layout: DraftLayout) -> Recipe:
         """:raises ConfigError: when the short blocks are not shorter than the draft's."""
-        data = config.data
+        data, family = config.data, family_of(config)
         short = None
-        if data.short_block_size is not None:
+        if data.short_block_size is not None and isinstance(layout, BlockLayout):
             short = BlockLayout(data.short_block_size, layout.sample_from_anchor)
             if short.block_size >= layout.block_size:
                 raise ConfigError(
                     f"--short-block-size {short.block_size} is not below the draft's block size {layout.block_size}; lower it"
                 )
         share = data.short_block_share if short is not None else 0.0
-        return cls(dataset, data.total_seq_len, data.max_anchors, data.max_anchors_per, config.seed, layout, short, share)
+        every = family.every_anchor and not config.given("max_anchors")
+        drop = None
+        if config.speculator_type == "peagle":
+            drop = DepthDrop(config.peagle.down_sample_ratio, config.peagle.down_sample_ratio_min)
+        return cls(
+            dataset,
+            data.total_seq_len,
+            data.total_seq_len if every else data.max_anchors,
+            data.max_anchors_per,
+            config.seed,
+            layout,
+            short,
+            share,
+            drop,
+        )
 
     def batch(self, packed: PackedRow, epoch: int) -> PackedBatch:
         """The packed row with this epoch's anchors, without verifier states.
@@ -55,7 +82,8 @@ class Recipe:
         A packed row of short blocks has as many anchors more as its blocks have slots less: the same arithmetic.
         """
         if not self._trains_short(packed, epoch):
-            return self.whole_blocks(packed, epoch)
+            batch = self.whole_blocks(packed, epoch)
+            return batch if self.drop is None else drop_depths(batch, self.drop, self.seed, epoch)
         assert self.short is not None
         max_anchors = self.max_anchors * self.layout.block_size // self.short.block_size
         return self._build(packed, epoch, max_anchors, self.short)
@@ -64,9 +92,19 @@ class Recipe:
         """The packed row with whole blocks only, as validation measures them."""
         return self._build(packed, epoch, self.max_anchors, self.layout)
 
-    def _build(self, packed: PackedRow, epoch: int, max_anchors: int, layout: BlockLayout) -> PackedBatch:
+    def _build(self, packed: PackedRow, epoch: int, max_anchors: int, layout: DraftLayout) -> PackedBatch:
         depths = layout.max_draft_tokens
-        return build_batch(self.dataset, packed, self.seq_len, max_anchors, self.per, self.seed, epoch, depths)
+        return build_batch(
+            self.dataset,
+            packed,
+            self.seq_len,
+            max_anchors,
+            self.per,
+            self.seed,
+            epoch,
+            depths,
+            first_anchor=layout.first_anchor,
+        )
 
     def _trains_short(self, packed: PackedRow, epoch: int) -> bool:
         if self.short is None or not packed:

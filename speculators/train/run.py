@@ -25,6 +25,7 @@ from speculators.train.config.model import TrainConfig
 from speculators.train.config.resolution import require_verifier
 from speculators.train.distributed import expand_placeholders, main_first, make_accelerator, noticing_lost_processes
 from speculators.train.drafts import DraftInputs, build_draft, checkpoint_config, save_draft
+from speculators.train.families import family_of
 from speculators.train.precision import Precision, choose_precision
 from speculators.train.results import OnStep, TrainResult
 from speculators.train.run_folder import TrainingFolder
@@ -165,9 +166,10 @@ def _draft(config: TrainConfig, split: _Split, verifier: Verifier) -> Any:
     start = checkpoint_config(config)
     vocab_size = text_config(verifier.config).vocab_size
     split.dataset.check_vocabulary(vocab_size)
-    mask_token = choose_mask_token(
-        start.mask_token_id if start is not None else config.draft.mask_token_id, verifier.tokenizer, vocab_size
-    )
+    mask_token = None
+    if family_of(config).masked:
+        given = config.draft.mask_token_id if start is None else getattr(start, "mask_token_id", None)
+        mask_token = choose_mask_token(given, verifier.tokenizer, vocab_size)
     mapping = choose_mapping(
         config,
         vocab_size=vocab_size,

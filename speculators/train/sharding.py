@@ -50,7 +50,8 @@ def _shard(model: Any, accelerator: Accelerator) -> Any:
     frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-        register_fsdp_forward_method(layer, "over_context")
+        if hasattr(layer, "over_context"):
+            register_fsdp_forward_method(layer, "over_context")
     fully_shard(model, mesh=mesh, ignored_params=frozen)
     register_fsdp_forward_method(model, "with_weights")
     return model

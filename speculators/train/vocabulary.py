@@ -19,7 +19,7 @@ from speculators.data.vocabulary import (
     load_token_frequencies,
 )
 from speculators.errors import ConfigError
-from speculators.models import DFlashSpeculatorConfig
+from speculators.models.family import DraftModelConfig
 from speculators.train.config.model import TrainConfig
 from speculators.train.drafts import brings_weights
 
@@ -33,7 +33,7 @@ def choose_mapping(
     eos_ids: Collection[int],
     dataset: RowDataset | None,
     train_ids: np.ndarray | None,
-    start: DFlashSpeculatorConfig | None = None,
+    start: DraftModelConfig | None = None,
 ) -> VocabularyMapping | None:
     """Mapping of the pruned draft vocabulary; None for the whole vocabulary.
 
@@ -45,7 +45,7 @@ def choose_mapping(
     :raises DataError: when a file is missing or does not fit.
     """
     draft = config.draft
-    size = draft.draft_vocab_size if start is None else start.draft_vocab_size
+    size = draft.draft_vocab_size if start is None else start.draft_vocabulary
     if size is not None and size > vocab_size:
         raise ConfigError(f"--draft-vocab-size {size} is larger than the verifier's vocabulary of {vocab_size}; choose less")
     if draft.d2t_path is not None and draft.t2d_path is not None:

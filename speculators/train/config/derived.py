@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_FAMILIES", "Derived", "check_consistency", "check_runnable", "derive", "describe_derived"]
 
 #: Families this version can train.
-BUILT_FAMILIES = ("dspark", "dflash")
+BUILT_FAMILIES = ("dspark", "dflash", "eagle3", "peagle")
 #: Values of ``--logger``.
 TRACKERS = ("trackio", "wandb", "tensorboard", "mlflow")
 
@@ -30,7 +30,7 @@ class Derived:
     """The effective value of every setting whose default is None; see the settings of the same names."""
 
     num_layers: int
-    draft_arch: Literal["llama", "qwen3"]
+    draft_arch: Literal["llama", "qwen3", "deepseek_v3"]
     draft_hidden_act: str | None
     sliding_window_non_causal: bool
     block_size: int
@@ -130,6 +130,8 @@ def check_consistency(config: TrainConfig) -> None:
         dspark = config.dspark
         if dspark.markov_rank == 0 and dspark.enable_confidence_head and dspark.confidence_head_with_markov:
             raise ConfigError("--markov-rank 0 leaves no Markov embedding; add --no-confidence-head-with-markov")
+    if draft.fc_norm and draft.norm_before_fc:
+        raise ConfigError("--fc-norm and --norm-before-fc exclude each other; drop one")
     unknown = [name for name in tracker_names(config) if name not in TRACKERS]
     if unknown:
         raise ConfigError(f"--logger: {unknown[0]!r} is not one of {', '.join(TRACKERS)}")

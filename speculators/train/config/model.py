@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from speculators.train.config.families import (
+    FAMILY_GROUPS,
     BackendSettings,
     DFlash2Settings,
     DFlashSettings,
@@ -167,6 +168,17 @@ class TrainConfig(BaseModel):
     def flatten(self) -> dict[str, Any]:
         """Setting name -> value, of all settings."""
         return {name: getattr(getattr(self, group) if group else self, name) for group, name, _ in self.settings()}
+
+    def own_settings(self) -> set[str]:
+        """Names of the settings that the draft's family uses."""
+        from speculators.train.config.fields import setting_info
+
+        names = set()
+        for group, name, field in self.settings():
+            families = FAMILY_GROUPS.get(group or "", None) or setting_info(field).families
+            if families is None or self.speculator_type in families:
+                names.add(name)
+        return names
 
     def changed(self) -> dict[str, Any]:
         """What :meth:`dump_yaml` writes: nested values that are not the defaults."""

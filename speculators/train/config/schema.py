@@ -50,8 +50,10 @@ class DraftSettings(Group):
         own=True,
     )
     num_layers: int | None = setting(None, "Draft layers [5 for dflash, dspark, dflash2, xpress; else 1].", shaping=True, ge=1)
-    draft_arch: Literal["llama", "qwen3"] | None = setting(
-        None, "Decoder architecture of the draft [llama for eagle3, else qwen3].", shaping=True
+    draft_arch: Literal["llama", "qwen3", "deepseek_v3"] | None = setting(
+        None,
+        "Decoder architecture of the draft [llama for eagle3, else qwen3]; deepseek_v3 is latent attention, for chains.",
+        shaping=True,
     )
     draft_hidden_act: str | None = setting("silu", "Activation of the draft's MLPs; empty: the verifier's.", shaping=True)
     sliding_window: int = setting(
@@ -63,8 +65,8 @@ class DraftSettings(Group):
     )
     sliding_window_reference: Literal["anchor", "slot"] = setting(
         "anchor",
-        "Where the window is measured from: the anchor (upstream) or each slot (serving engines).",
-        families=_BLOCKS,
+        "Where the window is measured from: the anchor (upstream) or each slot (serving engines) [slot for chains].",
+        families=_BLOCKS + _EAGLE,
         own=True,
     )
     draft_mrope_full_head_hack: bool = setting(
@@ -116,7 +118,9 @@ class DataSettings(Group):
     noise_std: float = setting(0.0, "Half-width of uniform noise on the captured states while training.", own=True, ge=0.0)
     num_workers: int = setting(12, "0 turns prefetching off; one thread prefetches at any other number.", ge=0, cosmetic=True)
     prefetch_factor: int = setting(4, "Packed rows whose states are made ahead of the draft.", ge=1, cosmetic=True)
-    max_anchors: int = setting(512, "Anchors (blocks) drawn per packed row or document.", ge=1)
+    max_anchors: int = setting(
+        512, "Anchors drawn per packed row or document; eagle3 and mtp train from every token unless given.", ge=1
+    )
     max_anchors_per: Literal["row", "document"] = setting("row", "What --max-anchors counts for.", own=True)
     short_block_size: int | None = setting(
         None, "Slots of the short blocks; their rows have as many more anchors.", families=_BLOCKS, own=True, ge=1
@@ -152,15 +156,14 @@ class LossSettings(Group):
         None, 'Name or JSON of weights [ce for dflash, {"ce": 0.1, "tv": 0.9} for dspark and xpress, else kl_div].'
     )
     loss_normalization: Literal["weight", "count"] = setting(
-        "weight", "Denominator: sum of weights, or of counted tokens (upstream).", families=_BLOCKS, own=True
+        "weight", "Denominator: sum of weights, or of counted tokens (upstream).", own=True
     )
     ce_label: Literal["verifier", "data"] = setting(
-        "verifier", "Label of the cross-entropy: the verifier's argmax or the row's token.", families=_BLOCKS, own=True
+        "verifier", "Label of the cross-entropy: the verifier's argmax or the row's token.", own=True
     )
     target_support: Literal["draft", "full"] = setting(
         "draft",
         "Verifier distribution over the draft vocabulary, renormalised, or over its whole one.",
-        families=_BLOCKS,
         own=True,
     )
     ttt_steps: int = setting(3, "Steps of training-time test.", families=("eagle3",), ge=1)
