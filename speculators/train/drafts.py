@@ -161,12 +161,14 @@ def _decoder_config(config: TrainConfig, inputs: DraftInputs) -> PretrainedConfi
             raise ConfigError(f"--draft-config {draft.draft_config} has hidden_size {found}, but the verifier's is {wanted}")
         num_layers = draft.num_layers or text_config(shape).num_hidden_layers
         act = derived.draft_hidden_act if config.given("draft_hidden_act") else None
+    # Engines serve latent attention over the whole context only.
+    unwindowed = derived.draft_arch == "deepseek_v3" and not config.given("sliding_window")
     decoder = build_draft_config(
         shape,
         num_layers=num_layers,
         draft_arch=derived.draft_arch,
         draft_hidden_act=act,
-        sliding_window=draft.sliding_window,
+        sliding_window=0 if unwindowed else draft.sliding_window,
         full_attention_indices=draft.full_attention_indices,
         mrope_full_head=draft.draft_mrope_full_head_hack,
     )
