@@ -15,6 +15,7 @@ import typer
 
 from speculators.cli.arguments import MultiValueCommand
 from speculators.cli.convert import convert
+from speculators.cli.doctor import doctor
 from speculators.cli.evaluate import evaluate
 from speculators.cli.quickstart import quickstart
 from speculators.errors import SpeculatorsError
@@ -75,6 +76,7 @@ def _train(context: typer.Context) -> None:
 
 
 app.command("evaluate", cls=MultiValueCommand)(evaluate)
+app.command("doctor")(doctor)
 
 app.command("convert")(convert)
 

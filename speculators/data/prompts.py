@@ -20,6 +20,7 @@ from speculators.errors import DataError
 __all__ = [
     "Conversation",
     "Prompt",
+    "find_prompt_files",
     "iterate_records",
     "load_human_eval",
     "parse_conversation",
@@ -228,6 +229,22 @@ def to_prompt(conversation: Conversation) -> Prompt:
     if not messages:
         raise DataError(f"record {conversation.index} of {conversation.source} has no user turn; a prompt needs one")
     return Prompt(messages, conversation.source, conversation.index, conversation.tools, conversation.later_turns)
+
+
+def find_prompt_files(folder: Path | None = None) -> list[Path]:
+    """The JSONL files of ``folder``, else of ``examples/prompts`` in the checkout this package was installed from.
+
+    :raises DataError: when there are none.
+    """
+    if folder is None:
+        folder = Path(__file__).resolve().parents[2] / "examples" / "prompts"
+        hint = "give JSONL files of prompts, such as those in examples/prompts of the source repository"
+    else:
+        hint = 'put files of lines such as {"prompt": "..."} there'
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise DataError(f"no prompt files (*.jsonl) in {folder}; {hint}")
+    return files
 
 
 def load_human_eval() -> list[Prompt]:

@@ -6,12 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from speculators.data.prompts import Prompt
 from speculators.errors import DataError
 
-__all__ = ["SplitPrompts", "find_prompt_files", "interleave", "split_prompts"]
+__all__ = ["SplitPrompts", "interleave", "split_prompts"]
 
 Message = dict[str, str]
 
@@ -22,22 +21,6 @@ class SplitPrompts:
 
     train: dict[str, list[list[Message]]]
     held_out: dict[str, list[list[Message]]]
-
-
-def find_prompt_files(folder: Path | None = None) -> list[Path]:
-    """The JSONL files of ``folder``, else of ``examples/prompts`` in the checkout this package was installed from.
-
-    :raises DataError: when there are none.
-    """
-    if folder is None:
-        folder = Path(__file__).resolve().parents[2] / "examples" / "prompts"
-        hint = "pass --prompts with a folder of JSONL files, such as examples/prompts of the source repository"
-    else:
-        hint = 'put files of lines such as {"prompt": "..."} there'
-    files = sorted(folder.glob("*.jsonl"))
-    if not files:
-        raise DataError(f"no prompt files (*.jsonl) in {folder}; {hint}")
-    return files
 
 
 def split_prompts(domains: Mapping[str, Sequence[Prompt]], *, held_out_share: float, seed: int) -> SplitPrompts:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from speculators.data.prompts import load_human_eval, read_prompts
+from speculators.data.prompts import find_prompt_files, load_human_eval, read_prompts
 from speculators.data.rendering import render_prompt, tokenizer_hash
 from speculators.data.rows import AnswerRecord, DataManifest, RowDataset
 from speculators.data.vocabulary import count_tokens, mapping_for, save_token_frequencies
@@ -36,7 +36,7 @@ from speculators.models import SpeculatorModel
 from speculators.models.draft_config import default_layer_ids
 from speculators.pipelines.answers import RenderedPrompt, collect_answers, rows_of
 from speculators.pipelines.meaning import what_it_means
-from speculators.pipelines.prompt_split import SplitPrompts, find_prompt_files, interleave, split_prompts
+from speculators.pipelines.prompt_split import SplitPrompts, interleave, split_prompts
 from speculators.pipelines.run_folder import RunFolder
 from speculators.pipelines.settings import QuickstartSettings
 from speculators.progress import bar

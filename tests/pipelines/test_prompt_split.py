@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from speculators.data.prompts import Prompt, load_human_eval, read_prompts
+from speculators.data.prompts import Prompt, find_prompt_files, load_human_eval, read_prompts
 from speculators.errors import DataError
-from speculators.pipelines.prompt_split import find_prompt_files, interleave, split_prompts
+from speculators.pipelines.prompt_split import interleave, split_prompts
 
 
 def prompts(count: int, word: str = "question") -> list[Prompt]:

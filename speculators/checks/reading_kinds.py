@@ -1,0 +1,273 @@
+"""The readings of a block draft: the config's own, and those that trainers and engines have been seen to take by mistake."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from speculators.batch import PackedBatch
+from speculators.checks.facts import CheckpointFacts, rope_of
+from speculators.checks.findings import Kind
+from speculators.layout import BlockLayout
+from speculators.models.backbone import LayerWindow, RotaryEmbedding
+from speculators.models.draft_config import build_draft_config
+from speculators.models.heads import DraftHeads
+from speculators.models.verifier_weights import VerifierHead
+
+if TYPE_CHECKING:
+    from speculators.checks.trial import Trial
+
+__all__ = ["KINDS", "ReadDraft", "Reading", "readings_of"]
+
+LAYOUT = Kind(
+    "trained-other-layout",
+    "error",
+    "Drafted text fits the other block layout better.",
+    "Served as written, acceptance is a fraction of what was trained.",
+    "Flip `sample_from_anchor`, and set `speculative_tokens` to K (anchor-first) or K - 1 (fill-in).",
+)
+LAYERS = Kind(
+    "trained-layer-ids-shifted",
+    "error",
+    "Drafted text fits layer ids that are one higher or lower better.",
+    "Served as written, every feature comes from the wrong layer.",
+    "Shift the ids by one: id k is the state after k decoder layers, native 0-based ids are one less.",
+)
+FEATURES_NORMED = Kind(
+    "trained-features-normed",
+    "error",
+    "Drafted text fits features better that went through the verifier's final norm.",
+    "Engines hand over the residual stream as it is.",
+    "Train again on states before the norm (Hugging Face's hidden_states[-1] is after it).",
+)
+TARGETS = Kind(
+    "trained-wrong-targets",
+    "error",
+    "Drafted text fits a verifier better whose final norm is left out or applied twice.",
+    "The draft imitates a distribution that the verifier does not have.",
+    "Train again with the right `--final-state` / `--apply-verifier-norm`; the start-up self-check tells.",
+)
+ROPE = Kind(
+    "trained-other-rope-theta",
+    "error",
+    "Drafted text fits another rope_theta better.",
+    "Served as written, acceptance falls with depth and context length.",
+    "Write the rope_theta of the training into transformer_layer_config.",
+)
+POSITIONS = Kind(
+    "trained-positions-shifted",
+    "error",
+    "Drafted text fits blocks better that sit one position off.",
+    "Engines seed the block at the anchor's own position; acceptance falls with the context length.",
+    "Train again: slot k of a block sits at anchor + k.",
+)
+CAUSALITY = Kind(
+    "trained-other-block-attention",
+    "error",
+    "Drafted text fits the other attention inside the block (causal or bidirectional) better.",
+    "Served as written, slots see one another as they were not trained to.",
+    "Flip `sliding_window_non_causal` (sliding layers), or convert the layers' types.",
+)
+WINDOW = Kind(
+    "trained-without-window",
+    "error",
+    "Drafted text fits full attention better than the config's sliding window.",
+    "Served as written, the draft forgets what it was trained to see.",
+    "Write the layer types and the window of the training.",
+)
+MARKOV = Kind(
+    "markov-head-hurts",
+    "error",
+    "Without the Markov head more is accepted.",
+    "The head was never trained, belongs to another draft, or is read in the wrong vocabulary (W1 verifier ids, W2 draft ids).",
+    "Take the head of the training, or drop it with `markov_rank` 0.",
+)
+LOW = Kind(
+    "acceptance-low",
+    "warning",
+    "Hardly any drafted token is accepted under any reading.",
+    "Decoding with this draft is no faster than without.",
+    "Check that it is trained, for this verifier, and on such text; `speculators evaluate` measures with your own prompts.",
+)
+FEW_ROWS = Kind(
+    "too-few-answers",
+    "note",
+    "Too few prompts for a verdict on the readings.",
+    "The table shows acceptance lengths only.",
+    "Give more prompts with `--data`, or a larger `--limit`.",
+)
+NOT_REBUILT = Kind(
+    "verifier-not-rebuilt",
+    "warning",
+    "The verifier's final states and head do not rebuild its own answers.",
+    "Figures of the readings compare the draft with another distribution than the verifier's.",
+    "Check that the verifier's weights are unquantised and its head is one that this library reads.",
+)
+UNTRIED = Kind(
+    "readings-not-tried",
+    "note",
+    "The draft was not tried on text.",
+    "Whether it was trained as its config says is not known.",
+    "Mend the errors above, then run again.",
+)
+KINDS = (
+    LAYOUT,
+    LAYERS,
+    FEATURES_NORMED,
+    TARGETS,
+    ROPE,
+    POSITIONS,
+    CAUSALITY,
+    WINDOW,
+    MARKOV,
+    LOW,
+    FEW_ROWS,
+    NOT_REBUILT,
+    UNTRIED,
+)
+
+#: Values of rope_theta that readers fall back to.
+FALLBACK_THETAS = (10000.0, 1000000.0)
+
+#: A target reading of which one token makes up more than this share says nothing: a draft that repeats it fits by chance.
+DEGENERATE = 0.5
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a checkpoint; what is not set is as the config says."""
+
+    name: str
+    text: str
+    kind: Kind = UNTRIED  #: of the finding if this reading wins; the config's own has none
+    layout: BlockLayout | None = None
+    layer_shift: int = 0
+    normed: tuple[int, ...] = ()  #: places in the layer ids whose features go through the verifier's final norm
+    targets: Literal["as they are", "unnormed", "normed twice"] = "as they are"
+    rotary: RotaryEmbedding | None = None
+    position_shift: int = 0
+    windows: tuple[LayerWindow, ...] | None = None
+    markov: bool = True
+
+    def degenerate(self, trial: Trial) -> bool:
+        """Whether this reading's targets are too plain to be judged by."""
+        return self.targets != "as they are" and trial.commonest_target(self) > DEGENERATE
+
+
+class ReadDraft:
+    """A block draft under a reading, as :class:`speculators.decoding.replay.ReplayModel`."""
+
+    def __init__(self, model: Any, reading: Reading) -> None:
+        self.model = model
+        self.reading = reading
+        self.draft_vocab_size: int = model.draft_vocab_size
+        self.layout: BlockLayout = reading.layout or model.layout
+        heads = model.heads
+        self.heads = heads if reading.markov else DraftHeads(heads.lm_head)
+        self.draft_to_verifier = model.draft_to_verifier
+        self.verifier_to_draft = model.verifier_to_draft
+
+    def draft_hidden(self, batch: PackedBatch, num_slots: int | None = None) -> Tensor:
+        """See :meth:`speculators.models.dflash.DFlashDraftModel.draft_hidden`; the batch's features are the reading's."""
+        model = self.model
+        assert batch.features is not None
+        with _swapped(model, rotary=self.reading.rotary, windows=self.reading.windows):
+            return model.run_blocks(
+                model.embed_blocks(batch.anchor_ids, num_slots or self.layout.block_size),
+                model.context(batch.features),
+                batch.position_ids,
+                batch.anchors,
+                batch.anchor_positions + self.reading.position_shift,
+                batch.document_ids,
+            )
+
+
+@contextmanager
+def _swapped(model: Any, **parts: Any) -> Iterator[None]:
+    """``model`` with other parts inside this context; None leaves one alone."""
+    kept = {name: getattr(model, name) for name, part in parts.items() if part is not None}
+    try:
+        for name in kept:
+            setattr(model, name, parts[name])
+        yield
+    finally:
+        for name, part in kept.items():
+            setattr(model, name, part)
+
+
+def readings_of(
+    model: Any, teacher: VerifierHead, facts: CheckpointFacts, *, longest_row: int
+) -> tuple[Reading, list[Reading]]:
+    """The config's own reading and the wrong ones that differ from it.
+
+    :param model: a DFlash or DSpark draft.
+    :param longest_row: tokens; windows that no row fills are not tried.
+    """
+    layout: BlockLayout = model.layout
+    own = Reading("the config", f"{layout.name} layout, layer ids {list(model.target_layer_ids)}, as config.json says")
+    wrong = []
+    if layout.block_size > 1:
+        other = BlockLayout(layout.block_size, not layout.sample_from_anchor)
+        wrong.append(Reading(f"the {other.name} layout", f"blocks in the {other.name} layout", LAYOUT, layout=other))
+    for shift in (-1, 1):
+        ids = [k + shift for k in model.target_layer_ids]
+        if facts.verifier is None or (min(ids) >= 0 and max(ids) <= facts.verifier.num_layers):
+            wrong.append(Reading(f"layer ids {shift:+d}", f"layer ids {ids}", LAYERS, layer_shift=shift))
+    wrong += _norm_readings(model, teacher, facts)
+    wrong += _rope_readings(model, facts)
+    for shift in (-1, 1):
+        where = "before" if shift < 0 else "after"
+        text = f"blocks one position {where} the anchor's"
+        wrong.append(Reading(f"positions {shift:+d}", text, POSITIONS, position_shift=shift))
+    wrong += _window_readings(model, longest_row)
+    if getattr(model, "markov_head", None) is not None:
+        wrong.append(Reading("no Markov head", "logits without the Markov head's term", MARKOV, markov=False))
+    return own, wrong
+
+
+def _norm_readings(model: Any, teacher: VerifierHead, facts: CheckpointFacts) -> Iterator[Reading]:
+    if not teacher.can_normalize:
+        return
+    ids = model.target_layer_ids
+    text = "features after the verifier's final norm"
+    yield Reading("normed features", text, FEATURES_NORMED, normed=tuple(range(len(ids))))
+    last = facts.verifier.num_layers if facts.verifier is not None else None
+    if last in ids and len(ids) > 1:
+        text = "the last layer's feature after the verifier's final norm"
+        yield Reading("normed last feature", text, FEATURES_NORMED, normed=(ids.index(last),))
+    yield Reading("unnormed targets", "targets without the verifier's final norm", TARGETS, targets="unnormed")
+    yield Reading("twice-normed targets", "targets with the verifier's final norm twice", TARGETS, targets="normed twice")
+
+
+def _rope_readings(model: Any, facts: CheckpointFacts) -> Iterator[Reading]:
+    decoder = model.config.transformer_layer_config
+    own = float((rope_of(decoder.to_dict()) or {}).get("rope_theta", 10000.0))
+    thetas = dict.fromkeys(FALLBACK_THETAS, "a fallback of readers")
+    if facts.verifier is not None:
+        usual = build_draft_config(facts.verifier.config, num_layers=1)
+        theirs = float((rope_of(usual.to_dict()) or {}).get("rope_theta", 10000.0))
+        thetas = {theirs: "the verifier's"} | thetas
+    for theta, whose in thetas.items():
+        if theta == own:
+            continue
+        changed = copy.deepcopy(decoder)
+        changed.rope_parameters = dict(changed.rope_parameters or {}) | {"rope_theta": theta}
+        rotary = RotaryEmbedding(changed).to(model.norm.weight.device)
+        yield Reading(f"rope theta {theta:g}", f"rope_theta {theta:g} ({whose})", ROPE, rotary=rotary)
+
+
+def _window_readings(model: Any, longest_row: int) -> Iterator[Reading]:
+    windows: tuple[LayerWindow, ...] = model.windows
+    for causal, name in ((True, "causal"), (False, "bidirectional")):
+        changed = tuple(replace(window, causal_block=causal) for window in windows)
+        if changed != windows:
+            text = f"{name} attention inside the block in every layer"
+            yield Reading(f"{name} blocks", text, CAUSALITY, windows=changed)
+    open_ = tuple(replace(window, window=None) for window in windows)
+    if any(window.window is not None and window.window < longest_row for window in windows):
+        yield Reading("no window", "full attention in every layer", WINDOW, windows=open_)

@@ -1,0 +1,92 @@
+"""A good tiny checkpoint of each family, and ways to change one on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from speculators import SpeculatorModel, SpeculatorModelConfig
+from speculators.config import VerifierConfig
+from speculators.models.draft_config import build_draft_config
+
+#: Families with the fields that a good checkpoint of each gets beside those of :data:`COMMON`.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dspark": {"markov_rank": 8},
+    "dflash": {},
+}
+COMMON = {"block_size": 8, "aux_hidden_state_layer_ids": [2, 4, 5], "mask_token_id": 3}
+VOCAB, KEPT, HIDDEN = 64, 40, 32
+
+
+def kept_ids(seed: int = 0) -> Tensor:
+    """Mask ``[V]`` of :data:`KEPT` ids, gaps and neighbours among them."""
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:KEPT]] = True
+    return t2d
+
+
+def good_checkpoint(
+    verifier: Path,
+    folder: Path,
+    family: str = "dspark",
+    *,
+    reduced: bool = True,
+    tables: bool = False,
+    decoder: dict[str, Any] | None = None,
+    change_decoder: dict[str, Any] | None = None,
+    **values: Any,
+) -> Path:
+    """Write a random draft for a tiny verifier in bfloat16, embedding included, and return its folder.
+
+    :param tables: write vocabulary tables although the vocabulary is whole.
+    :param decoder: arguments of :func:`build_draft_config`; ``change_decoder``: values of what it returns.
+    """
+    SpeculatorModelConfig.registered_classes()
+    config_class: Any = SpeculatorModelConfig.registry[family]
+    shape = {"num_layers": 2, "sliding_window": 0, **(decoder or {})}
+    built = build_draft_config(AutoConfig.from_pretrained(verifier), **shape)
+    built.update(change_decoder or {})
+    config = config_class.build(
+        built,
+        VerifierConfig.from_pretrained(verifier),
+        **({"draft_vocab_size": KEPT if reduced else VOCAB} | COMMON | FAMILIES[family] | values),
+    )
+    t2d = kept_ids()
+    d2t = t2d.nonzero().squeeze(-1) - torch.arange(KEPT)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = SpeculatorModel.from_verifier(config, t2d=t2d, d2t=d2t, verifier=verifier)
+    model.save_pretrained(folder, dtype=torch.bfloat16, include_embeddings=True)
+    if tables:
+        whole = torch.zeros(VOCAB, dtype=torch.long)
+        change_tensors(folder, lambda tensors: tensors.update(d2t=whole, t2d=torch.ones(VOCAB, dtype=torch.bool)))
+    return folder
+
+
+@contextmanager
+def config_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """The checkpoint's config, written back afterwards."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    yield values
+    path.write_text(json.dumps(values))
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    with config_of(folder) as values:
+        change(values)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
