@@ -20,6 +20,7 @@ from torch import Tensor
 
 from speculators.checks.findings import Finding, Kind
 from speculators.errors import ConfigError
+from speculators.models.checkpoint_files import DTYPES, WeightFiles
 
 __all__ = ["KINDS", "RawCheckpoint", "TensorInfo", "read_checkpoint"]
 
@@ -54,10 +55,10 @@ WEIGHTS_MISSING = Kind(
 )
 WEIGHTS_PICKLED = Kind(
     "weights-pickled-only",
-    "error",
+    "warning",
     "The weights are pickled PyTorch files only.",
-    "Serving engines and this library read safetensors; unpickling can run any code.",
-    "Load the file with torch.load(..., weights_only=True) and save it with safetensors.torch.save_file.",
+    "This library opens them with weights_only; readers that do not let the file run any code, and many read safetensors only.",
+    "Load the draft and save it again with `save_pretrained`, which writes safetensors.",
 )
 WEIGHTS_TRUNCATED = Kind(
     "weights-truncated",
@@ -93,20 +94,6 @@ KINDS = (
 #: Faults after which tensors may exist that were not seen.
 _INCOMPLETE = frozenset(kind.id for kind in (WEIGHTS_MISSING, WEIGHTS_UNREADABLE, SHARD_MISSING))
 
-#: safetensors' names of element types; others are kept as they are.
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -128,6 +115,7 @@ class RawCheckpoint:
     folder: Path
     config: dict[str, Any] | None = None
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    pickled: WeightFiles | None = None  #: reads the tensors where there is no safetensors file
     whole: set[Path] = field(default_factory=set)  #: files whose values can be read
     findings: list[Finding] = field(default_factory=list)
 
@@ -143,6 +131,9 @@ class RawCheckpoint:
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """A tensor, or some of its rows."""
+        if self.pickled is not None:
+            tensor = self.pickled.read([name])[name]
+            return tensor[rows] if tensor.dim() else tensor
         with safe_open(self.tensors[name].file, framework="pt") as file:
             return file.get_slice(name)[rows] if self.tensors[name].shape else file.get_tensor(name)
 
@@ -198,12 +189,25 @@ def _read_weights(checkpoint: RawCheckpoint, names: set[str]) -> None:
         loose = sorted(name for name in names if name.endswith(".safetensors"))
         pickled = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         if not loose and pickled:
-            checkpoint.findings.append(WEIGHTS_PICKLED.found(f"the only weights are {', '.join(pickled)}"))
+            _read_pickled(checkpoint, pickled)
             return
         others = f"; there are only {', '.join(loose)}" if loose else ""
         checkpoint.findings.append(WEIGHTS_MISSING.found(f"{checkpoint.folder} has neither {WEIGHTS} nor {INDEX}{others}"))
         for name in loose:
             _read_file(checkpoint, checkpoint.folder / name)
+
+
+def _read_pickled(checkpoint: RawCheckpoint, names: list[str]) -> None:
+    checkpoint.findings.append(WEIGHTS_PICKLED.found(f"the only weights are {', '.join(names)}"))
+    files = WeightFiles(checkpoint.folder)
+    try:
+        entries = files.entries()
+    except ConfigError as error:
+        checkpoint.findings.append(WEIGHTS_UNREADABLE.found(str(error)))
+        return
+    checkpoint.pickled, checkpoint.whole = files, {checkpoint.folder}
+    for entry in entries:
+        checkpoint.tensors[entry.name] = TensorInfo(checkpoint.folder, getattr(torch, entry.dtype, entry.dtype), entry.shape)
 
 
 def _read_shards(checkpoint: RawCheckpoint) -> None:
@@ -240,7 +244,7 @@ def _read_file(checkpoint: RawCheckpoint, path: Path) -> None:
             header = json.loads(file.read(min(length, MAX_HEADER)))
         header.pop("__metadata__", None)
         infos = {
-            name: TensorInfo(path, _DTYPES.get(entry["dtype"], entry["dtype"]), tuple(int(size) for size in entry["shape"]))
+            name: TensorInfo(path, DTYPES.get(entry["dtype"], entry["dtype"]), tuple(int(size) for size in entry["shape"]))
             for name, entry in header.items()
         }
         end = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)

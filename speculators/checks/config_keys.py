@@ -106,10 +106,10 @@ STRAY_CODE = Kind(
 )
 DECODER_TYPE = Kind(
     "decoder-type-unsupported",
-    "warning",
-    "The decoder's `model_type` is none that vLLM's speculators loader knows for this family.",
-    "vLLM refuses the draft or builds other layers.",
-    "Use one that it knows; an MLA draft is served from vLLM's native flat config (`speculators convert`).",
+    "error",
+    "The decoder's `model_type` is not one of the family's.",
+    "Readers refuse the draft, or build other layers than were trained.",
+    "Write the type of the training.",
 )
 HEADS_UNEVEN = Kind(
     "heads-contradict",
@@ -174,8 +174,13 @@ _DECODER_KEYS = (
     "intermediate_size",
 )
 
-#: Decoder types that vLLM's speculators loader builds.
-_DECODER_TYPES = {"dflash": ("qwen3",), "dspark": ("qwen3",)}
+#: Decoder types of each family.
+_DECODER_TYPES = {
+    "dflash": ("qwen3",),
+    "dspark": ("qwen3",),
+    "eagle3": ("llama", "qwen3", "deepseek_v3"),
+    "peagle": ("llama", "qwen3", "deepseek_v3"),
+}
 
 
 def check_config(facts: CheckpointFacts) -> Iterator[Finding]:
@@ -269,7 +274,7 @@ def _decoder(facts: CheckpointFacts) -> Iterator[Finding]:
     known = _DECODER_TYPES.get(facts.family or "")
     model_type = decoder.get("model_type")
     if decoder and known and model_type not in known:
-        yield DECODER_TYPE.found(f"model_type is {model_type!r}; for {facts.family} vLLM knows {', '.join(known)}")
+        yield DECODER_TYPE.found(f"model_type is {model_type!r}; {facts.family} drafts are {', '.join(known)}")
     heads, kv_heads = integer(decoder.get("num_attention_heads")), integer(decoder.get("num_key_value_heads"))
     head_dim = integer(decoder.get("head_dim"))
     if heads and kv_heads and heads % kv_heads:

@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from speculators.checks.facts import CheckpointFacts
 from speculators.checks.findings import Finding, Kind
 from speculators.config import SpeculatorModelConfig
@@ -152,12 +150,10 @@ def expected_shapes(facts: CheckpointFacts) -> tuple[dict[str, tuple[int, ...]],
         return None
     try:
         config = SpeculatorModelConfig.from_dict(_mended(facts))
-        model_class = SpeculatorModel.registered_model_class_from_config(config)
-        with torch.device("meta"):
-            model: Any = model_class(config)
+        model: Any = SpeculatorModel.without_weights(config)
     except Exception:  # what is wrong with it is for the checks of the config to say
         return None
-    return {name: tuple(value.shape) for name, value in model.state_dict().items()}, model_class.optional_tensors
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}, model.optional_tensors
 
 
 def _mended(facts: CheckpointFacts) -> dict[str, Any]:

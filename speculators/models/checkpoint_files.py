@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 from speculators.errors import ConfigError, SpeculatorsError
 from speculators.files import write_text_atomically
 
-__all__ = ["DEFAULT_SHARD_SIZE", "TensorEntry", "WeightFiles", "has_weights", "locate", "write_weights"]
+__all__ = ["DEFAULT_SHARD_SIZE", "DTYPES", "TensorEntry", "WeightFiles", "has_weights", "locate", "write_weights"]
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -47,7 +47,7 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 DEFAULT_SHARD_SIZE = "50GB"
 
 #: Types by their name in a safetensors header.
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -236,7 +236,7 @@ def _header_entries(header: Mapping[str, Any]) -> list[TensorEntry]:
     entries = []
     for name, value in header.items():
         if name != "__metadata__":
-            dtype = _DTYPES.get(value["dtype"])
+            dtype = DTYPES.get(value["dtype"])
             start, end = value["data_offsets"]
             spelled = str(dtype).removeprefix("torch.") if dtype is not None else value["dtype"]
             entries.append(TensorEntry(name, tuple(value["shape"]), spelled, end - start))
