@@ -251,7 +251,10 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
         :raises UnsupportedCheckpointError: the config names no ``speculators_model_type``.
         :raises ConfigError: the file is missing, unreadable or contradictory.
         """
+        folder = Path(pretrained_model_name_or_path)
         try:
+            if folder.is_dir() and not (folder / "config.json").is_file():
+                raise FileNotFoundError(folder / "config.json")
             values, kwargs = cls.get_config_dict(
                 pretrained_model_name_or_path,
                 cache_dir=cache_dir,

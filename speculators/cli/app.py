@@ -18,6 +18,7 @@ from speculators.cli.convert import convert
 from speculators.cli.doctor import doctor
 from speculators.cli.evaluate import evaluate
 from speculators.cli.quickstart import quickstart
+from speculators.cli.tensors import tensors
 from speculators.errors import SpeculatorsError
 
 __all__ = ["app", "run"]
@@ -79,6 +80,7 @@ app.command("evaluate", cls=MultiValueCommand)(evaluate)
 app.command("doctor")(doctor)
 
 app.command("convert")(convert)
+app.command("tensors")(tensors)
 
 
 def run(arguments: list[str]) -> int:

@@ -85,7 +85,7 @@ def build_draft_config(
     if sliding_window is not None and sliding_window < 0:
         raise ConfigError(f"sliding_window is {sliding_window}; give a number of tokens, or 0 for full attention")
 
-    text = text_config(verifier_config)
+    text = _one_layer(text_config(verifier_config))
     latent = arch == "deepseek_v3"
     heads, kv_heads, head_dim = _latent_heads(text) if latent else _heads(text)
     full = set(range(num_layers)) if not sliding_window else set(full_attention_indices)
@@ -113,6 +113,14 @@ def build_draft_config(
         layer_types=["full_attention" if layer in full else "sliding_attention" for layer in range(num_layers)],
         **shape,
     )
+
+
+def _one_layer(text: PretrainedConfig) -> PretrainedConfig:
+    """Config of one layer where layers differ in shape (Gemma 4): the first that slides, whose rope the draft takes too."""
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    types = list(text.layer_types or [])
+    return text.per_layer_config[types.index("sliding_attention") if "sliding_attention" in types else 0]
 
 
 def _value(config: PretrainedConfig, name: str, default: Any) -> Any:

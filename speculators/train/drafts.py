@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
@@ -26,7 +26,16 @@ from speculators.train.config.derived import derive
 from speculators.train.config.model import TrainConfig
 from speculators.train.families import CHECKPOINT_KEYS, decay_length, family_of
 
-__all__ = ["DraftInputs", "brings_weights", "build_draft", "build_loss_config", "checkpoint_config", "save_draft"]
+__all__ = [
+    "DraftInputs",
+    "brings_weights",
+    "build_draft",
+    "build_loss_config",
+    "checkpoint_config",
+    "planned_config",
+    "save_draft",
+    "wanted_final_state",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +139,11 @@ def _run_values(config: TrainConfig, inputs: DraftInputs) -> dict[str, Any]:
 
 
 def _new_config(
-    config: TrainConfig, inputs: DraftInputs, mapping: VocabularyMapping | None, values: dict[str, Any]
+    config: TrainConfig,
+    inputs: DraftInputs,
+    mapping: VocabularyMapping | None,
+    values: dict[str, Any],
+    record: VerifierConfig | None = None,
 ) -> DraftModelConfig:
     draft = config.draft
     verifier_layers = text_config(inputs.verifier_config).num_hidden_layers
@@ -146,7 +159,7 @@ def _new_config(
         values["draft_vocab_size"] = mapping.draft_vocab_size
     if family.masked:
         values["mask_token_id"] = inputs.mask_token_id
-    decoder, verifier = _decoder_config(config, inputs), _verifier_record(inputs)
+    decoder, verifier = _decoder_config(config, inputs), record or _verifier_record(inputs)
     return family.config_class.build(decoder, verifier, num_verifier_layers=verifier_layers, **values)
 
 
@@ -158,7 +171,8 @@ def _decoder_config(config: TrainConfig, inputs: DraftInputs) -> PretrainedConfi
         shape = _read_decoder_config(draft.draft_config, config.verifier.trust_remote_code)
         wanted, found = text_config(inputs.verifier_config).hidden_size, text_config(shape).hidden_size
         if wanted != found:
-            raise ConfigError(f"--draft-config {draft.draft_config} has hidden_size {found}, but the verifier's is {wanted}")
+            source = draft.draft_config if isinstance(draft.draft_config, str) else "itself"
+            raise ConfigError(f"--draft-config {source} has hidden_size {found}, but the verifier's is {wanted}")
         num_layers = draft.num_layers or text_config(shape).num_hidden_layers
         act = derived.draft_hidden_act if config.given("draft_hidden_act") else None
     # Engines serve latent attention over the whole context only.
@@ -176,16 +190,44 @@ def _decoder_config(config: TrainConfig, inputs: DraftInputs) -> PretrainedConfi
     return decoder
 
 
-def _read_decoder_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
+def _read_decoder_config(source: str | dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
     try:
-        if source.endswith(".json"):
-            values = PretrainedConfig._dict_from_json_file(source)
-            return CONFIG_MAPPING[values.pop("model_type", "qwen3")](**values)
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if isinstance(source, str) and not source.endswith(".json"):
+            return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        values = dict(source) if isinstance(source, dict) else PretrainedConfig._dict_from_json_file(source)
+        return CONFIG_MAPPING[values.pop("model_type", "qwen3")](**values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the last two: JSON that is no object
         raise ConfigError(
-            f"--draft-config {source}: no readable model config; give a folder or a JSON file with model_type"
+            f"--draft-config {source}: no readable model config; give a folder, a JSON file or JSON with model_type"
         ) from None
+
+
+def planned_config(config: TrainConfig, verifier_config: PretrainedConfig) -> DraftModelConfig:
+    """Config of the draft that a training with these settings would make, from the verifier's config alone.
+
+    :raises ConfigError: a setting that the data would answer is not given, or values do not fit.
+    """
+    draft = config.draft
+    if draft.mask_token_id is None and family_of(config).masked:
+        raise ConfigError("the mask token is chosen by the verifier's tokenizer; give --mask-token-id to plan without it")
+    inputs = DraftInputs(
+        config.verifier.verifier_name_or_path, verifier_config, draft.mask_token_id, wanted_final_state(config) or "post_norm"
+    )
+    values = _run_values(config, inputs)
+    if draft.draft_vocab_size is not None:
+        values["draft_vocab_size"] = draft.draft_vocab_size
+    record = VerifierConfig.from_config(verifier_config, config.verifier.verifier_name_or_path)
+    return _new_config(config, inputs, None, values, record)
+
+
+def wanted_final_state(config: TrainConfig) -> Literal["pre_norm", "post_norm"] | None:
+    """``--final-state``, or what ``--apply-verifier-norm`` implies; None when neither was given."""
+    data = config.data
+    if data.final_state is not None:
+        return data.final_state
+    if data.apply_verifier_norm is not None:
+        return "pre_norm" if data.apply_verifier_norm else "post_norm"
+    return None
 
 
 def _verifier_record(inputs: DraftInputs) -> VerifierConfig:

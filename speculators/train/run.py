@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from speculators.train.config.derived import check_runnable
 from speculators.train.config.model import TrainConfig
 from speculators.train.config.resolution import require_verifier
 from speculators.train.distributed import expand_placeholders, main_first, make_accelerator, noticing_lost_processes
-from speculators.train.drafts import DraftInputs, build_draft, checkpoint_config, save_draft
+from speculators.train.drafts import DraftInputs, build_draft, checkpoint_config, save_draft, wanted_final_state
 from speculators.train.families import family_of
 from speculators.train.precision import Precision, choose_precision
 from speculators.train.results import OnStep, TrainResult
@@ -184,21 +184,11 @@ def _draft(config: TrainConfig, split: _Split, verifier: Verifier) -> Any:
         config.verifier.verifier_name_or_path,
         verifier.config,
         mask_token,
-        _wanted_final_state(config) or "post_norm",
+        wanted_final_state(config) or "post_norm",
         answers.model_dump() if answers is not None else None,
         partial(query_key_scales, verifier, sample[: verifier.context_length]),
     )
     return build_draft(config, inputs, mapping, start)
-
-
-def _wanted_final_state(config: TrainConfig) -> Literal["pre_norm", "post_norm"] | None:
-    """``--final-state``, or what ``--apply-verifier-norm`` implies; None when neither was given."""
-    data = config.data
-    if data.final_state is not None:
-        return data.final_state
-    if data.apply_verifier_norm is not None:
-        return "pre_norm" if data.apply_verifier_norm else "post_norm"
-    return None
 
 
 def _source(config: TrainConfig, split: _Split, verifier: Verifier, layer_ids: list[int]) -> HiddenStateSource:
@@ -206,7 +196,7 @@ def _source(config: TrainConfig, split: _Split, verifier: Verifier, layer_ids: l
     source = TransformersSource(
         verifier,
         tuple(layer_ids),
-        final_state=_wanted_final_state(config) or "post_norm",
+        final_state=wanted_final_state(config) or "post_norm",
         token_budget=data.capture_batch_tokens,
     )
     return CachedSource(source, split.cut, max_bytes=int(data.states_cache_gib * GIB))
@@ -215,7 +205,7 @@ def _source(config: TrainConfig, split: _Split, verifier: Verifier, layer_ids: l
 def _check_source(config: TrainConfig, source: HiddenStateSource, draft: Any) -> None:
     """Refuse a source whose states are not what the draft is to be trained on."""
     found = source.description
-    wanted = _wanted_final_state(config)
+    wanted = wanted_final_state(config)
     if wanted is not None and found.final_state != wanted:
         given = (
             f"--final-state {wanted}"

@@ -6,7 +6,7 @@ default of None means "derived": from the family (:mod:`speculators.train.config
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from speculators.train.config.fields import Group, setting
 
@@ -40,8 +40,8 @@ class DraftSettings(Group):
     from_pretrained: str = setting(
         "", "Go on from this draft checkpoint; a folder with only a config.json starts anew in its shape."
     )
-    draft_config: str = setting(
-        "", "Folder or JSON file whose decoder config shapes the draft; hidden_size must be the verifier's."
+    draft_config: str | dict[str, Any] = setting(
+        "", "Decoder config that shapes the draft: a folder, a JSON file, or JSON itself; hidden_size must be the verifier's."
     )
     draft_init: Literal["random", "verifier"] = setting(
         "random",
