@@ -36,8 +36,8 @@ def convert(
 ) -> None:
     """Convert a draft, and print what its file does not say and was assumed.
 
-    Reads DeepSpec, z-lab DFlash, vLLM's native DSpark and speculators checkpoints of any version. What was written is loaded
-    again before it appears at --output-path.
+    Reads drafts of DeepSpec, z-lab, EAGLE and SpecForge, vLLM's native forms, and speculators checkpoints of any version. What
+    was written is loaded again before it appears at --output-path.
     """
     import json
 

@@ -16,7 +16,7 @@ from speculators.convert.source import ForeignCheckpoint
 from speculators.convert.verifier import VerifierFacts
 from speculators.errors import ConfigError, VerifierError
 
-__all__ = ["Adapter", "Conversion", "capture_ids", "check_fit", "float_dtype", "foreign_ids"]
+__all__ = ["Adapter", "Conversion", "capture_ids", "check_default_layers", "check_fit", "float_dtype", "foreign_ids"]
 
 #: In foreign configs a layer id i means the output of decoder layer i, -1 the embeddings; here it is i + 1.
 _OUTPUT_OF_LAYER = 1
@@ -92,6 +92,21 @@ def check_fit(config: SpeculatorModelConfig, layer_ids: list[int], verifier: Ver
         raise VerifierError(
             f"the draft captures the state after {outside[0]} layers, but the verifier {name!r} has "
             f"{verifier.num_hidden_layers}; give the verifier that the draft was made for"
+        )
+
+
+def check_default_layers(ids: list[int], fc: Tensor, verifier: VerifierFacts, option: str) -> None:
+    """Refuse default layers where ``fc`` reads another number of them.
+
+    :param fc: ``[H, M * H]``.
+    :param option: the option that names layers.
+    :raises ConfigError: then.
+    """
+    found = fc.shape[1] // verifier.hidden_size
+    if found != len(ids):
+        raise ConfigError(
+            f"the config names no captured layers and fc reads {found} of them; name them with --algorithm-kwargs "
+            f"'{{\"{option}\": [...]}}'"
         )
 
 

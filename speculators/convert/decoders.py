@@ -25,6 +25,27 @@ _OWN: dict[str, tuple[str, ...]] = {
     "deepseek_v3": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 }
 
+#: Of DeepSeek's config class, about mixtures of experts, which no draft has.
+_EXPERT_KEYS = (
+    "aux_loss_alpha",
+    "ep_size",
+    "first_k_dense_replace",
+    "moe_intermediate_size",
+    "moe_layer_freq",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "num_nextn_predict_layers",
+    "output_router_logits",
+    "routed_scaling_factor",
+    "scoring_func",
+    "seq_aux",
+    "topk_group",
+    "topk_method",
+)
+
 #: Keys that may be left out silently: they do not change inference.
 _QUIET = ("initializer_range", "attention_dropout")
 
@@ -60,7 +81,7 @@ def decoder_config(flat: FlatConfig, kind: DecoderKind, *, rope_theta: float = 1
 def _heads(flat: FlatConfig, kind: DecoderKind, values: dict[str, Any]) -> dict[str, Any]:
     heads = values["num_attention_heads"]
     if kind == "deepseek_v3":
-        flat.skip("num_key_value_heads", "head_dim")  # latent attention has no grouped heads
+        flat.skip("num_key_value_heads", "head_dim", "qk_head_dim", *_EXPERT_KEYS)  # no grouped heads, a dense MLP
         q_lora_rank = flat.optional("q_lora_rank")  # null is a value: queries are projected directly
         return {"num_key_value_heads": heads, "q_lora_rank": q_lora_rank}
     reason = f"as many as num_attention_heads, as {flat.form} reads it"

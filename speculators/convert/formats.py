@@ -9,9 +9,12 @@ from torch import Tensor
 
 from speculators.convert.adapter import Adapter, Conversion
 from speculators.convert.deepspec import DeepSpecBlocks
+from speculators.convert.deepspec_eagle3 import DeepSpecEagle3
+from speculators.convert.eagle3 import Eagle3Repository, write_flat_eagle3
 from speculators.convert.source import ForeignCheckpoint
 from speculators.convert.speculators_trees import OlderSpeculators
 from speculators.convert.vllm_dspark import VllmDSpark, write_vllm_dspark
+from speculators.convert.vllm_mla import VllmMlaEagle3, write_vllm_mla
 from speculators.convert.zlab import ZLabDFlash, write_zlab_dflash
 from speculators.errors import ConfigError
 
@@ -23,6 +26,9 @@ ADAPTERS: tuple[Adapter, ...] = (
     DeepSpecBlocks(),
     VllmDSpark(),
     ZLabDFlash(),
+    DeepSpecEagle3(),
+    VllmMlaEagle3(),
+    Eagle3Repository(),
 )
 
 #: Config and tensors of a native checkpoint.
@@ -57,7 +63,12 @@ def native_writer(conversion: Conversion) -> NativeWriter:
     :raises ConfigError: engines have none for its family.
     """
     family = conversion.config.speculators_model_type
-    writers: dict[str, NativeWriter] = {"dspark": write_vllm_dspark, "dflash": write_zlab_dflash}
+    latent = getattr(conversion.config.transformer_layer_config, "kv_lora_rank", None)
+    writers: dict[str, NativeWriter] = {
+        "dspark": write_vllm_dspark,
+        "dflash": write_zlab_dflash,
+        "eagle3": write_vllm_mla if latent else write_flat_eagle3,
+    }
     if family not in writers:
         raise ConfigError(f"vLLM has no native form of {family} drafts; serve the speculators form")
     return writers[family]

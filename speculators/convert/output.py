@@ -117,11 +117,10 @@ def draft_a_block(folder: Path, verifier: str, device: str) -> list[int]:
     length = 8
     ids = torch.randint(0, decoder.vocab_size, (length,), generator=generator)
     features = torch.randn(length, len(drafter.layer_ids), width, generator=generator)
+    count = min(model.config.speculative_tokens or drafter.max_draft_tokens, drafter.max_draft_tokens)
     drafter.start(1)
     drafter.extend([ids.to(device)], [features.to(device)])
-    draft = drafter.propose(
-        [0], drafter.max_draft_tokens, SamplingParams(temperature=1.0), torch.Generator(device).manual_seed(0)
-    )[0]
+    draft = drafter.propose([0], count, SamplingParams(temperature=1.0), torch.Generator(device).manual_seed(0))[0]
     if draft.probabilities is None or not bool(torch.isfinite(draft.probabilities).all()):
         raise ConfigError(f"the draft in {folder} computes values that are not finite; its weights are damaged")
     return [int(token) for token in draft.tokens]

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from speculators.config import SpeculatorModelConfig
-from speculators.convert.adapter import Adapter, Conversion, check_fit
+from speculators.convert.adapter import Adapter, Conversion, check_default_layers, check_fit
 from speculators.convert.notes import ConversionNotes
 from speculators.convert.options import ConversionOptions
 from speculators.convert.source import ForeignCheckpoint
@@ -55,7 +55,12 @@ _MISSING["peagle"] = _MISSING["eagle3"] | {"embed_requires_grad": (True, "upstre
 _TRAINING_TENSORS = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 
 #: Where each family keeps its captured layers.
-_LAYER_KEYS = {"dflash": "aux_hidden_state_layer_ids", "dspark": "aux_hidden_state_layer_ids"}
+_LAYER_KEYS = {
+    "dflash": "aux_hidden_state_layer_ids",
+    "dspark": "aux_hidden_state_layer_ids",
+    "eagle3": "eagle_aux_hidden_state_layer_ids",
+    "peagle": "eagle_aux_hidden_state_layer_ids",
+}
 
 
 class OlderSpeculators(Adapter):
@@ -128,9 +133,9 @@ class OlderSpeculators(Adapter):
             for key, value in _dspark_heads(tensors, values).items():
                 if values.get(key) is None:
                     values[key] = notes.assume(key, value, "read off the tensors")
-        key = _LAYER_KEYS.get(family, "eagle_aux_hidden_state_layer_ids")
-        if family != "mtp" and values.get(key) is None:
-            values[key] = notes.assume(key, _default_ids(values, tensors, verifier, key), "upstream's default layers")
+        layers = _LAYER_KEYS.get(family)
+        if layers is not None and values.get(layers) is None:
+            values[layers] = notes.assume(layers, _default_ids(tensors, verifier, layers), "upstream's default layers")
 
 
 def _decoder_values(value: Any, family: str) -> dict[str, Any]:
@@ -162,12 +167,9 @@ def _dspark_heads(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> d
     }
 
 
-def _default_ids(values: Mapping[str, Any], tensors: Mapping[str, Tensor], verifier: VerifierFacts, key: str) -> list[int]:
+def _default_ids(tensors: Mapping[str, Tensor], verifier: VerifierFacts, key: str) -> list[int]:
+    if "fc.weight" not in tensors:
+        raise ConfigError("the checkpoint has no fc.weight, so it is incomplete; fetch its weights again")
     ids = default_layer_ids(verifier.num_hidden_layers)
-    width = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0
-    if width != len(ids) * verifier.hidden_size:
-        raise ConfigError(
-            f"the config names no captured layers and fc reads {width // verifier.hidden_size} of them; name them with "
-            f"--algorithm-kwargs '{{\"{key}\": [...]}}'"
-        )
+    check_default_layers(ids, tensors["fc.weight"], verifier, key)
     return ids

@@ -180,7 +180,7 @@ def write_zlab_dflash(conversion: Conversion) -> tuple[dict[str, Any], dict[str,
     config: DFlashSpeculatorConfig = conversion.config
     if config.sample_from_anchor:
         raise ConfigError(
-            "native DFlash checkpoints are fill-in, and this draft is anchor-first; serve it in the speculators form"
+            "vLLM drafts DFlash blocks fill-in only, and this draft is anchor-first; train it with sample_from_anchor false"
         )
     sliding = sliding_keys(conversion)
     nested = sliding.pop("dflash_config", {}) | {

@@ -266,3 +266,85 @@ def old_speculators_checkpoint(
     }
     config = {key: value for key, value in (config | changes).items() if value is not None}
     return write(folder, config, tensors | training), tensors
+
+
+#: Sizes of the latent attention of a small DeepSeek-style draft.
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+
+
+def latent_layer(random: Random, prefix: str, *, width: int, q_lora_rank: int | None) -> dict[str, Tensor]:
+    """A DeepSeek decoder layer with a dense MLP, without the norm of the state."""
+    nope, rope, value, latent = (
+        LATENT[f"{name}"] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    )
+    tensors = qwen3_layer(random, prefix)
+    tensors = {name: tensor for name, tensor in tensors.items() if "self_attn" not in name}
+    attention = {
+        "kv_a_proj_with_mqa": random.weight(latent + rope, width),
+        "kv_a_layernorm": random.norm(latent),
+        "kv_b_proj": random.weight(HEADS * (nope + value), latent),
+        "o_proj": random.weight(HIDDEN, HEADS * value),
+    }
+    if q_lora_rank:
+        attention |= {
+            "q_a_proj": random.weight(q_lora_rank, width),
+            "q_a_layernorm": random.norm(q_lora_rank),
+            "q_b_proj": random.weight(HEADS * (nope + rope), q_lora_rank),
+        }
+    else:
+        attention["q_proj"] = random.weight(HEADS * (nope + rope), width)
+    return tensors | {f"{prefix}.self_attn.{name}.weight": tensor for name, tensor in attention.items()}
+
+
+def eagle3_checkpoint(
+    folder: Path, kind: str = "llama", *, layer: str = "midlayer", reduced: bool = True, seed: int = 0, **changes: Any
+) -> tuple[Path, dict[str, Tensor]]:
+    """An EAGLE-3 draft with a ``llama``, ``qwen3`` or ``deepseek_v3`` layer; ``changes`` to the config, None removing a key.
+
+    Returns the tensors under the names that speculators checkpoints use.
+    """
+    random = Random(seed)
+    config: dict[str, Any] = qwen3_keys(1) | {"model_type": kind, "draft_vocab_size": KEPT if reduced else VOCAB}
+    config["architectures"] = [{"deepseek_v3": "Eagle3DeepseekV2ForCausalLM"}.get(kind, "LlamaForCausalLMEagle3")]
+    if kind == "deepseek_v3":
+        config |= LATENT | {"num_key_value_heads": HEADS, "n_routed_experts": 256, "first_k_dense_replace": 3}
+        del config["head_dim"]
+    config |= changes
+    features = 3
+    tensors = {"fc.weight": random.weight(HIDDEN, features * HIDDEN), "norm.weight": random.norm(HIDDEN)}
+    if config.get("norm_before_fc"):
+        tensors["input_norm.weight"] = random.norm(features * HIDDEN)
+    if config.get("fc_norm"):
+        tensors |= {f"fc_norm.{index}.weight": random.norm(HIDDEN) for index in range(features)}
+    if kind == "deepseek_v3":
+        tensors |= latent_layer(random, "layers.0", width=2 * HIDDEN, q_lora_rank=config.get("q_lora_rank"))
+    else:
+        tensors |= qwen3_layer(random, "layers.0", width=2 * HIDDEN, head_norms=kind == "qwen3")
+    tensors["layers.0.hidden_norm.weight"] = random.norm(HIDDEN)
+    if reduced:
+        tensors |= {"lm_head.weight": random.weight(KEPT, HIDDEN)} | vocabulary_tables(random.kept())
+    foreign = {name.replace("layers.0.", f"{layer}."): tensor for name, tensor in tensors.items()}
+    config = {key: value for key, value in config.items() if value is not None}
+    return write(folder, config, foreign), tensors
+
+
+def deepspec_eagle3_checkpoint(folder: Path, *, seed: int = 0, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
+    """DeepSpec's EAGLE-3 over five captured layers, embedding and head in the file."""
+    random = Random(seed)
+    tensors = qwen3_layer(random, "layers.0", width=2 * HIDDEN) | {
+        "layers.0.hidden_norm.weight": random.norm(HIDDEN),
+        "fc.weight": random.weight(HIDDEN, 5 * HIDDEN),
+        "norm.weight": random.norm(HIDDEN),
+        "embed_tokens.weight": random.weight(VOCAB, HIDDEN),
+        "lm_head.weight": random.weight(VOCAB, HIDDEN),
+    }
+    config = qwen3_keys(1) | {
+        "architectures": ["Qwen3Eagle3Model"],
+        "target_layer_ids": [0, 1, 2, 3, 4],
+        "num_target_layers": VERIFIER_LAYERS,
+        "ttt_length": 4,
+        "step_loss_decay": 0.8,
+        "draft_num_hidden_layers": 1,
+    }
+    config = {key: value for key, value in (config | changes).items() if value is not None}
+    return write(folder, config, tensors), tensors

@@ -131,7 +131,8 @@ def walk(tensors: Tensors, hidden: Tensor, logits: Tensor, anchor: int) -> list[
 
 
 def ours(folder: Any, verifier: str, rounds: list[tuple[tuple[int, ...], int]]) -> list[list[int]]:
-    """Greedy tokens of a round per context and newest token, of a checkpoint of ours, features by its own layer ids."""
+    """Greedy tokens of a round per context and newest token, of a checkpoint of ours: as many as its config says, features by
+    its own layer ids."""
     from speculators import SpeculatorModel
     from speculators.sampling import SamplingParams
 
@@ -142,5 +143,5 @@ def ours(folder: Any, verifier: str, rounds: list[tuple[tuple[int, ...], int]]) 
     features = [torch.stack([state[layer] for layer in drafter.layer_ids], 1) for state in states]
     drafter.extend([torch.tensor(prompt) for prompt, _ in rounds], features)
     anchors = [anchor for _, anchor in rounds]
-    drafts = drafter.propose(anchors, drafter.max_draft_tokens, SamplingParams(temperature=0.0))
+    drafts = drafter.propose(anchors, model.config.speculative_tokens, SamplingParams(temperature=0.0))
     return [draft.tokens.tolist() for draft in drafts]

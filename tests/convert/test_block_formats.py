@@ -54,7 +54,7 @@ def check_decoder(config: dict[str, Any], **changes: Any) -> None:
     expected = {key: value for key, value in qwen3_keys().items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     expected |= {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "layer_types": ["full_attention"] * 2}
     for key, value in (expected | changes).items():
-        assert decoder[key] == value, key
+        assert decoder.get(key) == value, key
 
 
 def check_record(config: dict[str, Any], algorithm: str, tokens: int, verifier: str) -> None:
@@ -349,7 +349,7 @@ def test_vllm_runs_vanilla_markov_heads_only(kind: str, rank: int, verifier: str
 
 def test_anchor_first_dflash_has_no_native_form(verifier: str, tmp_path: Path) -> None:
     source, _ = deepspec_checkpoint(tmp_path / "theirs", rank=0, confidence=False, with_markov=False)
-    with pytest.raises(ConfigError, match="native DFlash checkpoints are fill-in"):
+    with pytest.raises(ConfigError, match="vLLM drafts DFlash blocks fill-in only"):
         convert_model(source, verifier, "dflash", tmp_path / "native", to="vllm-native")
     assert list(tmp_path.iterdir()) == [tmp_path / "theirs"]
 

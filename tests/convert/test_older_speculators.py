@@ -10,8 +10,23 @@ import pytest
 from speculators import SpeculatorModel
 from speculators.convert import convert_model, maybe_convert_external_checkpoint
 from speculators.errors import ConfigError, VerifierError
-from tests.convert.foreign import IDS, KEPT, MASK, equal, old_speculators_checkpoint, qwen3_keys, read, write, zlab_checkpoint
+from tests.convert.foreign import (
+    HIDDEN,
+    IDS,
+    KEPT,
+    MASK,
+    VOCAB,
+    Random,
+    eagle3_checkpoint,
+    equal,
+    old_speculators_checkpoint,
+    qwen3_keys,
+    read,
+    write,
+    zlab_checkpoint,
+)
 from tests.convert.reference import drafted, ours
+from tests.convert.reference_chain import drafted_chain
 from tests.convert.test_block_formats import ROUNDS, assumed, check_decoder, check_record
 
 
@@ -37,6 +52,41 @@ def test_before_the_layout_could_be_chosen(family: str, reduced: bool, verifier:
     tokens = [drafted(qwen3_keys(), tensors, verifier, *round_, anchor_first=False, **facts) for round_ in ROUNDS]
     assert ours(tmp_path / "ours", verifier, ROUNDS) == tokens
     assert len({token for row in tokens for token in row}) > 4
+
+
+@pytest.mark.parametrize("family", ["eagle3", "peagle"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_chains_of_older_trees(family: str, kind: str, verifier: str, tmp_path: Path) -> None:
+    source, tensors = eagle3_checkpoint(tmp_path / "theirs", kind)
+    if family == "peagle":
+        tensors |= {"mask_hidden": Random(7).weight(1, 1, 3 * HIDDEN), "embed_tokens.weight": Random(8).weight(VOCAB, HIDDEN)}
+    old, _ = read(old_speculators_checkpoint(tmp_path / "blocks")[0])
+    record = old["speculators_config"] | {"algorithm": family}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": family,
+        "speculators_version": "0.3.0",
+        "speculators_config": record,
+        "transformer_layer_config": qwen3_keys(1) | {"model_type": kind},
+        "draft_vocab_size": KEPT,
+        "eagle_aux_hidden_state_layer_ids": [2, 3, 5],
+        "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+    }
+    if family == "peagle":
+        config["mask_token_id"] = MASK
+    training = {"verifier_lm_head.weight": Random(9).weight(KEPT, HIDDEN), "verifier_norm.weight": Random(9).norm(HIDDEN)}
+    write(source, config, tensors | training)
+    report = convert_model(source, verifier, output_path=tmp_path / "ours", validate_device="cpu")
+    written, kept = read(tmp_path / "ours")
+    assert equal(kept, tensors)
+    assert written["speculators_model_type"] == family
+    norms = dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
+    assert assumed(report) == norms | {"embed_requires_grad": family == "peagle"}
+    assert {key: written[key] for key in norms} == norms
+    if family == "eagle3":
+        facts: dict[str, Any] = {"capture_ids": [2, 3, 5], "steps": 4}
+        tokens = [drafted_chain(qwen3_keys(1), tensors, verifier, *round_, **facts) for round_ in ROUNDS]
+        assert ours(tmp_path / "ours", verifier, ROUNDS) == tokens
 
 
 def test_everything_a_config_says_is_kept(verifier: str, tmp_path: Path) -> None:
