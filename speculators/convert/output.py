@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speculators.convert.adapter import Conversion, float_dtype
 from speculators.errors import ConfigError
-from speculators.files import write_text_atomically, writing
+from speculators.files import sweep_temporaries, temporary_beside, write_text_atomically, writing
 from speculators.models.base import SpeculatorModel
 from speculators.models.checkpoint_files import write_weights
 from speculators.models.verifier_weights import VerifierPart, read_verifier_weights
@@ -45,8 +45,9 @@ def check_output(folder: Path, overwrite: bool) -> None:
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A folder beside ``folder`` to fill; its files are moved there if the body succeeds, and gone if not."""
-    staging = folder.with_name(f".{folder.name}-{os.getpid()}")
+    staging = temporary_beside(folder)
     with writing(folder):
+        sweep_temporaries(folder.parent, of=folder)
         staging.mkdir(parents=True)
     try:
         yield staging
