@@ -135,6 +135,8 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
     registry_auto_discovery: ClassVar[bool] = True
     schema_discriminator: ClassVar[str] = "speculators_model_type"
     registry: ClassVar[dict[str, type[SpeculatorModelConfig]]] = {}
+    #: What a key of ours means in a file that lacks it, where other writers mean something else than our default.
+    meaning_of_absent: ClassVar[dict[str, Any]] = {}
 
     architectures: list[str] | None = None
     dtype: Any = None
@@ -294,7 +296,8 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
         if name not in cls.registry:
             known = ", ".join(sorted(cls.registry))
             raise ConfigError(f"unknown {cls.schema_discriminator} {name!r}; this version reads: {known}")
-        return cls.registry[name](**values)
+        found = cls.registry[name]
+        return found(**(found.meaning_of_absent | values))
 
     # ---- writing --------------------------------------------------------------------------------------------------
 

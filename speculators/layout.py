@@ -37,6 +37,7 @@ __all__ = [
     "block_input_ids",
     "counted_predictions",
     "depth_weight",
+    "final_layer_id",
     "label_position",
     "previous_position",
     "sees_block",
@@ -57,6 +58,11 @@ MAX_CHAIN = 64
 #: Where a sliding window is measured from: the block's anchor (upstream: ``c >= a - W``) or each slot's own position
 #: (serving engines and SpecForge: ``c >= a + k - (W - 1)``).
 WindowReference = Literal["anchor", "slot"]
+
+
+def final_layer_id(num_layers: int, after_norm: bool) -> int:
+    """Layer id of the verifier's final state: n before its final norm (the residual stream after n layers), n + 1 after it."""
+    return num_layers + 1 if after_norm else num_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from speculators.models.base import SpeculatorModel
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculator, DFlashSpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculator, DSparkSpeculatorConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3Speculator, Eagle3SpeculatorConfig
+from speculators.models.mtp import MTPDraftModel, MTPSpeculator, MTPSpeculatorConfig
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculator, PEagleSpeculatorConfig
 
 __all__ = [
@@ -18,6 +19,9 @@ __all__ = [
     "Eagle3DraftModel",
     "Eagle3Speculator",
     "Eagle3SpeculatorConfig",
+    "MTPDraftModel",
+    "MTPSpeculator",
+    "MTPSpeculatorConfig",
     "PEagleDraftModel",
     "PEagleSpeculator",
     "PEagleSpeculatorConfig",

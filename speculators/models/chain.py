@@ -15,7 +15,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -30,15 +30,12 @@ from speculators.layout import ChainLayout, WindowReference, chain_window, has_p
 from speculators.models.attention import AttentionImpl, AttentionPlan, block_attention, causal_attention, plan_attention
 from speculators.models.backbone import layer_windows
 from speculators.models.family import DraftModel, DraftModelConfig
-from speculators.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, Rotation, attention_of
+from speculators.models.layers import Attend, GatedMLP, RMSNorm, RotaryEmbedding, Rotation, attention_of
 
 if TYPE_CHECKING:
     from speculators.models.chain_drafter import ChainDrafter
 
-__all__ = ["Attend", "ChainConfig", "ChainDecoderLayer", "ChainModel"]
-
-#: (q, k, v) -> output of some rows, each ``[..., heads, head size]``; it knows which other keys these rows see.
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+__all__ = ["ChainConfig", "ChainDecoderLayer", "ChainModel"]
 
 #: Steps of a chain whose config names no number of speculative tokens.
 DEFAULT_STEPS = 3
@@ -84,9 +81,7 @@ class ChainDecoderLayer(nn.Module):
             normed = self.hidden_norm(states)
             residual = normed if self.norm_before_residual else states
             inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        attention = self.self_attn
-        heads = attend(attention.queries(inputs, rotation), *attention.keys_values(inputs, rotation))
-        states = residual + attention.output(heads)
+        states = residual + self.self_attn(inputs, rotation, attend)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 

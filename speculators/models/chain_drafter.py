@@ -21,7 +21,8 @@ from speculators.models.rows_cache import RowsCache
 from speculators.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from speculators.models.chain import Attend, ChainModel
+    from speculators.models.chain import ChainModel
+    from speculators.models.layers import Attend
 
 __all__ = ["ChainDrafter"]
 

@@ -120,7 +120,7 @@ class DraftModelConfig(SpeculatorModelConfig):
         if "draft_vocab_size" in cls.model_fields:
             values.setdefault("draft_vocab_size", decoder.vocab_size)
         config = cls(transformer_layer_config=decoder, **values)
-        check_layer_ids(config.layer_ids, num_verifier_layers)
+        config.check_layers(num_verifier_layers)
         proposal = GreedyTokenProposalConfig(speculative_tokens=tokens or config.layout.max_draft_tokens)
         config.speculators_config = SpeculatorsConfig(
             algorithm=config.speculators_model_type,
@@ -130,6 +130,10 @@ class DraftModelConfig(SpeculatorModelConfig):
         )
         config._fill_engine_keys()
         return config
+
+    def check_layers(self, num_verifier_layers: int | None = None) -> None:
+        """:raises ConfigError: the captured layers are not a verifier's with so many layers."""
+        check_layer_ids(self.layer_ids, num_verifier_layers)
 
     def _fill_engine_keys(self) -> None:
         """Set what an engine would read differently from what is trained."""
@@ -178,7 +182,7 @@ class DraftModel(SpeculatorModel):
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
+            module.reset_parameters()
 
     @property
     def layout(self) -> DraftLayout:

@@ -8,26 +8,36 @@ query heads, g key/value heads, c head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from speculators.models.verifier_weights import norm_adds_one
+
 __all__ = [
+    "Attend",
     "GatedMLP",
     "GroupedAttention",
     "LatentAttention",
     "RMSNorm",
     "RotaryEmbedding",
     "Rotation",
+    "ZeroCentredRMSNorm",
     "apply_rotary",
     "attention_of",
+    "norm_of",
 ]
 
 #: Cosines and sines ``[..., r]`` of some positions, r being the rotated part of a head.
 Rotation = tuple[Tensor, Tensor]
+
+#: (q, k, v) -> output of some rows, each ``[..., heads, head size]``; it knows which other keys these rows see.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def head_dim_of(decoder: PretrainedConfig) -> int:
@@ -87,27 +97,61 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(states.to(self.weight.dtype))
 
 
+class ZeroCentredRMSNorm(RMSNorm):
+    """``x / rms(x) * (1 + weight)``; at least in float32, since a small weight is lost in a bfloat16 1 + weight."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        precise = torch.promote_types(self.weight.dtype, torch.float32)
+        scale = 1.0 + self.weight.to(precise)
+        return F.rms_norm(states.to(precise), self.normalized_shape, scale, self.eps).to(self.weight.dtype)
+
+
+def norm_of(decoder: PretrainedConfig, size: int | None = None) -> RMSNorm:
+    """The RMSNorm of a decoder's kind, over ``size`` entries; the hidden size when None."""
+    kind = ZeroCentredRMSNorm if norm_adds_one(decoder) else RMSNorm
+    return kind(size or decoder.hidden_size, eps=decoder.rms_norm_eps)
+
+
 class GroupedAttention(nn.Module):
     """Projections of grouped-query attention; Qwen3-style decoders norm every query and key head, Llama-style ones do not.
 
     :param input_size: width of the inputs; the hidden size when None.
     :param head_norms: RMSNorm of queries and keys per head.
+    :param output_gate: scale each head's result by a sigmoid of as many entries, which ``q_proj`` gives behind each query
+        head's own (Qwen3-Next, Qwen3.5).
     """
 
-    def __init__(self, decoder: PretrainedConfig, input_size: int | None = None, head_norms: bool = True) -> None:
+    def __init__(
+        self,
+        decoder: PretrainedConfig,
+        input_size: int | None = None,
+        head_norms: bool = True,
+        output_gate: bool = False,
+    ) -> None:
         super().__init__()
         hidden, self.head_dim = decoder.hidden_size, head_dim_of(decoder)
         inputs = input_size or hidden
         bias = bool(getattr(decoder, "attention_bias", False))
-        self.q_proj = nn.Linear(inputs, decoder.num_attention_heads * self.head_dim, bias=bias)
+        query_size = self.head_dim * (2 if output_gate else 1)
+        self.q_proj = nn.Linear(inputs, decoder.num_attention_heads * query_size, bias=bias)
         self.k_proj = nn.Linear(inputs, decoder.num_key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(inputs, decoder.num_key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(decoder.num_attention_heads * self.head_dim, hidden, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, eps=decoder.rms_norm_eps) if head_norms else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, eps=decoder.rms_norm_eps) if head_norms else nn.Identity()
+        self.q_norm = norm_of(decoder, self.head_dim) if head_norms else nn.Identity()
+        self.k_norm = norm_of(decoder, self.head_dim) if head_norms else nn.Identity()
+        self.num_heads, self.output_gate = decoder.num_attention_heads, output_gate
+
+    def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """The whole sublayer, ``[..., H]`` of normed states ``[..., input size]``."""
+        queries, *gate = self.q_proj(states).unflatten(-1, (self.num_heads, -1)).split(self.head_dim, dim=-1)
+        heads = attend(apply_rotary(self.q_norm(queries), rotation), *self.keys_values(states, rotation))
+        return self.output(heads * gate[0].sigmoid() if self.output_gate else heads)
 
     def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
-        """Rotated queries ``[..., h, c]`` of normed states ``[..., input size]``."""
+        """Rotated queries ``[..., h, c]`` of normed states ``[..., input size]``, for attention without an output gate."""
         return apply_rotary(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim))), rotation)
 
     def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
@@ -153,6 +197,10 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.value_size, decoder.hidden_size, bias=bias)
         self.query_scale = yarn_softmax_scale(decoder.rope_parameters or {})
 
+    def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """The whole sublayer, ``[..., H]`` of normed states ``[..., input size]``."""
+        return self.output(attend(self.queries(states, rotation), *self.keys_values(states, rotation)))
+
     def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
         """Rotated queries ``[..., h, nope + rope]`` of normed states ``[..., input size]``."""
         projected = self.q_proj(states) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(states)))
@@ -187,10 +235,13 @@ def yarn_softmax_scale(rope_parameters: dict[str, object]) -> float:
 
 
 def attention_of(decoder: PretrainedConfig, input_size: int | None = None) -> GroupedAttention | LatentAttention:
-    """The attention that a decoder's config describes: latent, or grouped with head norms where its kind has them."""
+    """The attention that a decoder's config describes: latent, or grouped with what its kind adds to the heads."""
     if getattr(decoder, "kv_lora_rank", None):
         return LatentAttention(decoder, input_size)
-    return GroupedAttention(decoder, input_size, head_norms=decoder.model_type.startswith("qwen3"))
+    kind = decoder.model_type
+    return GroupedAttention(
+        decoder, input_size, head_norms=kind.startswith("qwen3"), output_gate=kind.startswith(("qwen3_next", "qwen3_5"))
+    )
 
 
 class GatedMLP(nn.Module):

@@ -39,6 +39,19 @@ def test_prefill_gives_the_last_logits_and_all_features(verifier, whole):
     assert session.lengths == [23]
 
 
+def test_the_final_state_has_an_id_before_its_norm_and_one_after(verifier, whole):
+    ids = random_ids(12, 1)
+    last = verifier.num_layers
+    session = TransformersSession(verifier, (last + 1, last))
+    features = session.prefill([ids])[0].features
+    # transformers' last entry is the state after the norm.
+    torch.testing.assert_close(features[:, 0], whole(ids)[1][:, last], **EXACT)
+    torch.testing.assert_close(features[:, 0], verifier.parts.norm(features[:, 1]), **EXACT)
+    assert not torch.allclose(features[:, 0], features[:, 1], atol=0.1)
+    with pytest.raises(VerifierError, match=f"to {last} \\(before the final norm\\) and {last + 1} \\(after it\\)"):
+        TransformersSession(verifier, (last + 2,))
+
+
 def test_verifying_many_tokens_equals_one_at_a_time(verifier, whole):
     """With a rollback of wrong tokens before every step."""
     ids = random_ids(60, 2)
@@ -142,7 +155,7 @@ def test_the_context_is_a_limit(tmp_path):
         session.prefill([torch.zeros(0, dtype=torch.long)])
 
 
-@pytest.mark.parametrize("layer_ids", [(5,), (-1,), (1, 1)])
+@pytest.mark.parametrize("layer_ids", [(6,), (-1,), (1, 1)])
 def test_layers_that_are_not_there_are_refused(verifier, layer_ids):
     with pytest.raises(VerifierError, match="cannot capture layers"):
         TransformersSession(verifier, layer_ids)
