@@ -99,7 +99,7 @@ def test_rows_that_do_not_fit_are_refused(verifier):
     with pytest.raises(DataError, match="outside the verifier's vocabulary"):
         source.fetch([Row(0, np.array([1, 64]), np.ones(2, bool))])
     with pytest.raises(VerifierError, match="cannot capture layers"):
-        TransformersSource(verifier, (5,))
+        TransformersSource(verifier, (6,))
 
 
 def test_groups_of_like_length_waste_little():
