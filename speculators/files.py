@@ -17,14 +17,19 @@ from typing import Any
 from speculators.errors import DataError, SpeculatorsError
 
 __all__ = [
+    "NO_ROOM",
     "AppendedRecords",
     "atomic_write",
     "locked_folder",
+    "naming",
     "sweep_temporaries",
     "temporary_beside",
     "write_text_atomically",
     "writing",
 ]
+
+#: No room to write: on the disk, or within a quota or a limit on the size of files.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 #: Names that :func:`temporary_beside` gives.
 _TEMPORARY = re.compile(r"\.(?P<of>.+)\.\d+\.tmp(?P<suffix>(\.[^.]*)?)")
@@ -36,10 +41,21 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             message = f"the disk is full while writing {path}; free some space and run again, nothing was replaced"
             raise DataError(message) from error
         raise DataError(f"cannot write {path} ({error.strerror or error}); choose another folder") from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError the path it is about: the system names none when a write to an open file fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def temporary_beside(path: Path) -> Path:
@@ -59,8 +75,11 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader, or a crash, sees the old file or the whole new one; an OSError is the caller's."""
-    with _replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    """Write ``text`` so that a reader, or a crash, sees the old file or the whole new one.
+
+    :raises OSError: that names ``path``, whatever went wrong; ``path`` is then as it was.
+    """
+    with naming(path), _replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -145,14 +164,19 @@ class AppendedRecords:
         self._stream = path.open("ab")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record through to the disk."""
-        self._stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        """Write one record through to the disk.
+
+        :raises OSError: that names the file; a torn record is dropped when the file is opened again.
+        """
+        with naming(self.path):
+            self._stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
         self.records.append(dict(record))
 
     def close(self) -> None:
-        self._stream.close()
+        with naming(self.path):
+            self._stream.close()
 
     def __enter__(self) -> AppendedRecords:
         return self

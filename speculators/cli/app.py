@@ -20,6 +20,7 @@ from speculators.cli.evaluate import evaluate
 from speculators.cli.quickstart import quickstart
 from speculators.cli.tensors import tensors
 from speculators.errors import SpeculatorsError
+from speculators.files import NO_ROOM
 
 __all__ = ["app", "run"]
 
@@ -37,7 +38,7 @@ _OWN_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "hel
 
 
 #: What the system refuses because of the path a user chose.
-_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EFBIG}
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 
 
 def _delegate(module: str, arguments: list[str]) -> None:
@@ -108,7 +109,7 @@ def run(arguments: list[str]) -> int:
         if error.errno in _REFUSALS and error.filename is not None:
             print(f"error: {error.filename}: {error.strerror}; check the path and its permissions", file=sys.stderr)
             return 1
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        if error.errno not in NO_ROOM:
             raise
         where = f" for {error.filename}" if error.filename else ""
         print(

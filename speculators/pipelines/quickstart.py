@@ -32,6 +32,7 @@ from speculators.evaluation.command import check_lengths, drafts_of, evaluate_dr
 from speculators.evaluation.machine import peak_memory_gib
 from speculators.evaluation.results import EvaluationResults, read_results, write_json_atomically, write_results
 from speculators.evaluation.tables import markdown_table, rich_tables
+from speculators.files import write_text_atomically
 from speculators.models import SpeculatorModel
 from speculators.models.draft_config import default_layer_ids
 from speculators.pipelines.answers import RenderedPrompt, collect_answers, rows_of
@@ -290,7 +291,7 @@ class _Quickstart:
             progress_console=self.notes,
         )
         results.settings |= {"quickstart": settings.record(), "peak_memory_gib": peak_memory_gib()}
-        (self.path / "results.md").write_text(markdown_table(results), encoding="utf-8")
+        write_text_atomically(self.path / "results.md", markdown_table(results))
         write_results(results, self.path)
         self.folder.finish("decode", {"results": "results.json"})
         self._note(f"decoded held-out prompts; peak memory {results.settings['peak_memory_gib']} GiB", began)

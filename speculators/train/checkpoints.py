@@ -7,7 +7,6 @@ state: ``training_state.safetensors`` (float32 weights, optimiser states, random
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculators.errors import SpeculatorsError
+from speculators.files import NO_ROOM
 
 __all__ = ["Checkpoint", "CheckpointStore", "disk_is_full", "get_rng_state", "set_rng_state"]
 
@@ -32,8 +32,6 @@ STATE_JSON = "training_state.json"
 STATE_TENSORS = "training_state.safetensors"
 BEST = "checkpoint_best"
 _FORMAT = 1
-#: No room: on the disk, or within a quota or a limit on the size of files.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 logger = logging.getLogger("speculators.train")
 
@@ -191,10 +189,10 @@ def disk_is_full(error: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, is a full disk."""
     if error is None:
         return False
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
         return True
     # safetensors wraps the operating system's error in its own.
-    wrapped = isinstance(error, SafetensorError) and any(os.strerror(number) in str(error) for number in _FULL)
+    wrapped = isinstance(error, SafetensorError) and any(os.strerror(number) in str(error) for number in NO_ROOM)
     return wrapped or disk_is_full(error.__cause__)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from speculators.errors import ConfigError
-from speculators.files import locked_folder, sweep_temporaries, write_text_atomically
+from speculators.files import locked_folder, naming, sweep_temporaries, write_text_atomically
 from speculators.train.checkpoints import CheckpointStore
 from speculators.train.config.artifacts import save_artifacts
 from speculators.train.config.fields import setting_info
@@ -166,7 +166,7 @@ class MetricsFile:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one record."""
-        with open(self.path, "a", encoding="utf-8") as file:
+        with naming(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
