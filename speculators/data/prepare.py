@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def _prepare(
     """:func:`prepare_data` in a folder that no other process writes to."""
     known = _known_dataset(config, identity)
     if known is not None:
-        _save_frequencies(config.output, known, tokenizer)
+        _finish(config.output, identity, known, tokenizer)
         return PrepareReport(known, known.manifest.counts, reused=True)
 
     account = _Account(config)
@@ -166,8 +167,7 @@ def _prepare(
         for source, index, record in shuffled:
             account.take(source, index, partial(_render, tokenizer, record, source, index, eos_ids))
     else:
-        kept_answers = config.output / f".answers-{identity}.jsonl"
-        _answer_all(account, shuffled, tokenizer, answer, kept_answers)
+        _answer_all(account, shuffled, tokenizer, answer, config.output / _answers(identity))
 
     manifest = DataManifest(
         verifier=config.verifier,
@@ -183,13 +183,35 @@ def _prepare(
         unanswered = account.counts()["no_assistant_turn"] == len(records)
         hint = "answer them with --generate" if unanswered else "check the data and the length limits"
         raise DataError(f"no row is left of {len(records)} records ({said}); {hint}")
-    dataset = RowDataset.save(config.output, account.rows, manifest, overwrite=config.overwrite)
+    # Written before the rows and named after them: a kill in between leaves either the old rows with the old list, or the
+    # new rows and a list that the next run puts in place.
     rejected = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in account.rejected)
-    atomic_write(config.output / REJECTED, lambda path: path.write_text(rejected, encoding="utf-8"))
-    _save_frequencies(config.output, dataset, tokenizer)
-    for answered in config.output.glob(".answers-*.jsonl"):
-        answered.unlink()
+    atomic_write(config.output / _waiting_list(identity), lambda path: path.write_text(rejected, encoding="utf-8"))
+    dataset = RowDataset.save(config.output, account.rows, manifest, overwrite=config.overwrite)
+    _finish(config.output, identity, dataset, tokenizer)
+    for pattern in (_answers("*"), _waiting_list("*")):  # of runs with other settings that were killed
+        for leftover in config.output.glob(pattern):
+            leftover.unlink()
     return PrepareReport(dataset, account.counts(), reused=False)
+
+
+def _answers(identity: str) -> str:
+    """Name of the file of answers while not all are there."""
+    return f".answers-{identity}.jsonl"
+
+
+def _waiting_list(identity: str) -> str:
+    """Name of the list of rejected records while the rows it belongs to are not in place."""
+    return f".rejected-{identity}.jsonl"
+
+
+def _finish(folder: Path, identity: str, dataset: RowDataset, tokenizer: Any) -> None:
+    """Put in place what stands beside the rows; they are there, and a kill may have come at any point behind them."""
+    waiting = folder / _waiting_list(identity)
+    if waiting.exists():
+        os.replace(waiting, folder / REJECTED)
+    _save_frequencies(folder, dataset, tokenizer)
+    (folder / _answers(identity)).unlink(missing_ok=True)
 
 
 class _Refused(Exception):

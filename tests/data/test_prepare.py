@@ -235,6 +235,46 @@ def test_a_kill_while_answering_costs_the_answers_that_were_not_done(tmp_path: P
     assert names == {".output2.77.tmp", ".output.77.tmp.v2", ".prepare.lock"}
 
 
+@pytest.mark.parametrize("behind_the_rows", [True, False])
+def test_a_kill_beside_the_rows_costs_no_list_of_rejected_records(
+    behind_the_rows: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer()
+    output = tmp_path / "output"
+    prepare_data(config(data, tmp_path, minimum_valid_tokens=1), tokenizer)
+    old = (output / "rejected.jsonl").read_text()
+    whole = prepare_data(config(data, tmp_path, output=tmp_path / "whole"), tokenizer)
+    listed = (tmp_path / "whole" / "rejected.jsonl").read_text()
+    assert old != listed
+    save = RowDataset.save
+
+    def killed(*arguments: object, **flags: object) -> None:
+        if behind_the_rows:
+            save(*arguments, **flags)
+        raise KeyboardInterrupt  # as a kill: nothing of the library catches it
+
+    monkeypatch.setattr(RowDataset, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_data(config(data, tmp_path, overwrite=True), tokenizer)
+    monkeypatch.setattr(RowDataset, "save", save)
+    assert (output / "rejected.jsonl").read_text() == old
+    report = prepare_data(config(data, tmp_path, overwrite=not behind_the_rows), tokenizer)
+    assert report.reused == behind_the_rows
+    assert report.dataset.fingerprint == whole.dataset.fingerprint
+    assert (output / "rejected.jsonl").read_text() == listed
+    assert [entry.name for entry in output.iterdir() if entry.name.startswith(".")] == [".prepare.lock"]
+
+
+def test_another_runs_answers_outlive_a_run_that_changes_nothing(data: Path, tmp_path: Path) -> None:
+    prepare_data(config(data, tmp_path), tiny_tokenizer())
+    others = tmp_path / "output" / ".answers-0123456789abcdef.jsonl"
+    others.write_text('{"number": 0, "ids": [5]}\n')
+    assert prepare_data(config(data, tmp_path), tiny_tokenizer()).reused
+    assert others.exists()
+    prepare_data(config(data, tmp_path, seed=1, overwrite=True), tiny_tokenizer())
+    assert not others.exists()
+
+
 def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
     with locked_folder(tmp_path / "output", "--output", ".prepare.lock"), pytest.raises(SpeculatorsError, match="is in use by"):
         prepare_data(config(data, tmp_path), tiny_tokenizer())
