@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from speculators.data.prompts import Conversation, iterate_records, parse_conversation, to_prompt
+from speculators.data.prompts import Conversation, find_data_files, iterate_records, parse_conversation, to_prompt
 from speculators.data.rendering import (
     NothingSupervisedError,
     Rendered,
@@ -29,7 +29,7 @@ from speculators.data.vocabulary import TOKEN_FREQUENCIES, count_tokens, save_to
 from speculators.errors import ConfigError, DataError
 from speculators.files import AppendedRecords, atomic_write, locked_folder, sweep_temporaries
 
-__all__ = ["OUTCOMES", "Answerer", "PrepareConfig", "PrepareReport", "find_data_files", "prepare_data"]
+__all__ = ["OUTCOMES", "Answerer", "PrepareConfig", "PrepareReport", "prepare_data"]
 
 #: First word of the random stream that orders input records.
 RECORD_STREAM = 0xDA7A
@@ -89,26 +89,6 @@ class PrepareReport:
         tokens = f"{int(self.dataset.lengths.sum())} tokens, {self.dataset.supervised_tokens} of them supervised"
         lines = [f"{self.records} records -> {len(self.dataset)} rows, {tokens}"]
         return lines + [f"  {count:>8} {OUTCOMES.get(key, key)}" for key, count in self.outcomes.items() if count]
-
-
-def find_data_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, and the ``.json`` and ``.jsonl`` files below the folders named, in a fixed order.
-
-    :raises DataError: for a path that is not there or a folder without such files.
-    """
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl") and file.is_file())
-            if not found:
-                raise DataError(f"the folder {path} holds no .json or .jsonl file; name the data files themselves")
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
-            hint = "; data sets of a hub are to be downloaded to a JSON Lines file first" if str(path).startswith("hf:") else ""
-            raise DataError(f"there is no data file {path}{hint or '; check the path'}")
-    return files
 
 
 def prepare_data(
@@ -371,8 +351,12 @@ def _settings_hash(
     eos_ids: Collection[int],
     settings: str,
 ) -> str:
+    """Hash of all that the rows are a function of."""
     digest = hashlib.sha256()
-    facts = config.model_dump(mode="json", exclude={"output", "overwrite", "data"})
+    facts = config.model_dump(mode="json", exclude={"output", "overwrite", "data", "verifier"})
+    if answers is not None:  # nobody hashes weights, so an answering verifier is known by its place
+        place = Path(config.verifier)
+        facts["verifier"] = str(place.resolve()) if place.is_dir() else config.verifier
     facts |= {"tokenizer": tokenizer_hash(tokenizer), "eos_ids": sorted(eos_ids), "settings": settings}
     facts["answers"] = None if answers is None else answers.model_dump()
     digest.update(json.dumps(facts, sort_keys=True).encode())

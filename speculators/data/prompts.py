@@ -10,7 +10,7 @@ import gzip
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from speculators.errors import DataError
 __all__ = [
     "Conversation",
     "Prompt",
+    "find_data_files",
     "find_prompt_files",
     "iterate_records",
     "load_human_eval",
@@ -63,6 +64,26 @@ class Prompt:
     index: int
     tools: list[Any] | None = None
     later_turns: tuple[str, ...] = field(default=())
+
+
+def find_data_files(paths: Sequence[Path]) -> list[Path]:
+    """The files named, and the ``.json`` and ``.jsonl`` files below the folders named, in a fixed order.
+
+    :raises DataError: for a path that is not there or a folder without such files.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl") and file.is_file())
+            if not found:
+                raise DataError(f"the folder {path} holds no .json or .jsonl file; name the data files themselves")
+            files += found
+        elif path.is_file():
+            files.append(path)
+        else:
+            hint = "; data sets of a hub are to be downloaded to a JSON Lines file first" if str(path).startswith("hf:") else ""
+            raise DataError(f"there is no data file {path}{hint or '; check the path'}")
+    return files
 
 
 def iterate_records(path: str | Path) -> Iterator[tuple[int, Any]]:

@@ -11,7 +11,8 @@ import pytest
 
 from speculators.cli.prepare_data import main
 from speculators.data import AnswerRecord, RowDataset, load_token_frequencies, render_prompt
-from speculators.data.prepare import OUTCOMES, PrepareConfig, find_data_files, prepare_data
+from speculators.data.prepare import OUTCOMES, PrepareConfig, prepare_data
+from speculators.data.prompts import find_data_files
 from speculators.errors import ConfigError, DataError, SpeculatorsError, VerifierError
 from speculators.files import locked_folder
 from tests.tiny import END_OF_TURN, tiny_tokenizer, tiny_verifier
@@ -202,6 +203,30 @@ def test_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as exit_:
         main(["--model", str(model)])
     assert exit_.value.code == 2
+
+
+def test_the_verifier_is_compared_by_what_it_is_not_by_its_spelling(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer()
+    record = AnswerRecord(on_policy=True, max_new_tokens=2)
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "other"):
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "link").symlink_to("model")
+
+    def reused(verifier: str, output: str, **generation: object) -> bool:
+        return prepare_data(config(data, tmp_path, verifier=verifier, output=Path(output)), tokenizer, **generation).reused
+
+    generation = {"answer": lambda prompts, _: ((place, [7, 8, 9]) for place in range(len(prompts))), "answers": record}
+    assert not reused("model", "rendered")
+    assert not reused("model", "answered", **generation)
+    for spelling in ("./model/", str(tmp_path / "model"), "link"):
+        assert reused(spelling, "rendered")
+        assert reused(spelling, "answered", **generation)
+    assert reused("other", "rendered")  # the same tokenizer, therefore the same rows
+    with pytest.raises(ConfigError, match="rows of other data or settings"):
+        reused("other", "answered", **generation)  # other weights answer otherwise
 
 
 def test_a_kill_while_answering_costs_the_answers_that_were_not_done(tmp_path: Path) -> None:
