@@ -97,7 +97,7 @@ def use_grouped_attention(model: PreTrainedModel) -> bool:
     """Let ``model`` attend by :func:`grouped_attention` where that computes the same; say whether it does.
 
     Kept as they are: models that transformers does not run through SDPA (attention sinks: gpt-oss), that cap attention
-    logits (Gemma 2), that keep a low-rank latent instead of keys (MLA: DeepSeek, Kimi), and models whose attention is
+    logits (Gemma 2), with latent attention (MLA: DeepSeek, Kimi), which groups nothing, and models whose attention is
     code of their own that takes no registered function. Sliding windows are in the masks, which the model makes.
     """
     config = text_config(model.config)
