@@ -18,6 +18,7 @@ from speculators.cli.convert import convert
 from speculators.cli.doctor import doctor
 from speculators.cli.evaluate import evaluate
 from speculators.cli.quickstart import quickstart
+from speculators.cli.stitch_mtp import stitch_mtp_command
 from speculators.cli.tensors import tensors
 from speculators.errors import SpeculatorsError
 from speculators.files import NO_ROOM
@@ -81,6 +82,7 @@ app.command("evaluate", cls=MultiValueCommand)(evaluate)
 app.command("doctor")(doctor)
 
 app.command("convert")(convert)
+app.command("stitch-mtp")(stitch_mtp_command)
 app.command("tensors")(tensors)
 
 

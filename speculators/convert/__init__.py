@@ -6,5 +6,6 @@ Each format has one adapter, the only place that knows its names; see ``docs/con
 from __future__ import annotations
 
 from speculators.convert.entrypoints import ConversionReport, convert_model, maybe_convert_external_checkpoint
+from speculators.convert.stitch import stitch_mtp
 
-__all__ = ["ConversionReport", "convert_model", "maybe_convert_external_checkpoint"]
+__all__ = ["ConversionReport", "convert_model", "maybe_convert_external_checkpoint", "stitch_mtp"]
