@@ -16,7 +16,16 @@ from speculators.convert.source import ForeignCheckpoint
 from speculators.convert.verifier import VerifierFacts
 from speculators.errors import ConfigError, VerifierError
 
-__all__ = ["Adapter", "Conversion", "capture_ids", "check_default_layers", "check_fit", "float_dtype", "foreign_ids"]
+__all__ = [
+    "Adapter",
+    "Conversion",
+    "capture_ids",
+    "check_default_layers",
+    "check_fit",
+    "float_dtype",
+    "foreign_ids",
+    "refuse_final_layer",
+]
 
 #: In foreign configs a layer id i means the output of decoder layer i, -1 the embeddings; here it is i + 1.
 _OUTPUT_OF_LAYER = 1
@@ -46,6 +55,10 @@ class Adapter(ABC):
     @abstractmethod
     def recognises(self, source: ForeignCheckpoint) -> bool:
         """Whether the checkpoint is in this format."""
+
+    def default_verifier(self, source: ForeignCheckpoint) -> str | None:
+        """The verifier where none was given: what the file names, None for formats that name none."""
+        return None
 
     @abstractmethod
     def read(
@@ -92,6 +105,20 @@ def check_fit(config: SpeculatorModelConfig, layer_ids: list[int], verifier: Ver
         raise VerifierError(
             f"the draft captures the state after {outside[0]} layers, but the verifier {name!r} has "
             f"{verifier.num_hidden_layers}; give the verifier that the draft was made for"
+        )
+
+
+def refuse_final_layer(ids: list[int], verifier: VerifierFacts, remedy: str) -> None:
+    """Refuse the verifier's last layer in formats whose reader takes its state from transformers, after the final norm.
+
+    :param ids: in this library's convention.
+    :param remedy: what to do, for the sentence.
+    :raises ConfigError: then.
+    """
+    if verifier.num_hidden_layers in ids:
+        raise ConfigError(
+            f"the draft reads the verifier's last layer ({verifier.num_hidden_layers - 1}) after the final norm, which no "
+            f"engine captures; {remedy}"
         )
 
 

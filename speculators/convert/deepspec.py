@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit
+from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit, refuse_final_layer
 from speculators.convert.decoders import decoder_config
 from speculators.convert.notes import ConversionNotes, FlatConfig
 from speculators.convert.options import ConversionOptions
@@ -62,6 +62,7 @@ class DeepSpecBlocks(Adapter):
         config_class: Any = DSparkSpeculatorConfig if chosen == "dspark" else DFlashSpeculatorConfig
         config = config_class.build(decoder, verifier.record, **values, **(heads if chosen == "dspark" else {}))
         check_fit(config, ids, verifier)
+        refuse_final_layer(ids, verifier, "train it on others, as DeepSpec's evaluation demands")
         flat.remark_unread()
         return Conversion(config, source.tensors(), notes)
 

@@ -6,7 +6,7 @@ library's. Source: the project's modelling and config code (deepseek-ai/DeepSpec
 
 from __future__ import annotations
 
-from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit
+from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit, refuse_final_layer
 from speculators.convert.decoders import decoder_config
 from speculators.convert.notes import ConversionNotes, FlatConfig
 from speculators.convert.options import ConversionOptions
@@ -53,5 +53,6 @@ class DeepSpecEagle3(Adapter):
             norm_output=notes.assume("norm_output", False, why),
         )
         check_fit(config, ids, verifier)
+        refuse_final_layer(ids, verifier, "train it on others, as DeepSpec's evaluation demands")
         flat.remark_unread()
         return Conversion(config, source.tensors(), notes)

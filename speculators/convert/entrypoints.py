@@ -112,11 +112,10 @@ def convert_model(
 def _verifier_name(source: ForeignCheckpoint, verifier: str | os.PathLike[str] | None, adapter: Adapter) -> str:
     if verifier is not None:
         return str(verifier)
-    record = source.config.get("speculators_config")
-    named = record.get("verifier", {}).get("name_or_path") if isinstance(record, Mapping) else None
+    named = adapter.default_verifier(source)
     if named is None:
         raise ConfigError(f"{source.name!r} ({adapter.title}) names no verifier; give its folder or hub id with --verifier")
-    return str(named)
+    return named
 
 
 def _refuse_unused(options: ConversionOptions, adapter: Adapter) -> None:

@@ -11,6 +11,7 @@ from speculators.convert.adapter import Adapter, Conversion
 from speculators.convert.deepspec import DeepSpecBlocks
 from speculators.convert.deepspec_eagle3 import DeepSpecEagle3
 from speculators.convert.eagle3 import Eagle3Repository, write_flat_eagle3
+from speculators.convert.mtp import VerifierMtp
 from speculators.convert.source import ForeignCheckpoint
 from speculators.convert.speculators_trees import OlderSpeculators
 from speculators.convert.vllm_dspark import VllmDSpark, write_vllm_dspark
@@ -29,6 +30,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     DeepSpecEagle3(),
     VllmMlaEagle3(),
     Eagle3Repository(),
+    VerifierMtp(),
 )
 
 #: Config and tensors of a native checkpoint.
@@ -69,6 +71,8 @@ def native_writer(conversion: Conversion) -> NativeWriter:
         "dflash": write_zlab_dflash,
         "eagle3": write_vllm_mla if latent else write_flat_eagle3,
     }
+    if family == "mtp":
+        raise ConfigError("engines read an MTP layer out of its verifier; put it there with `speculators stitch-mtp`")
     if family not in writers:
         raise ConfigError(f"vLLM has no native form of {family} drafts; serve the speculators form")
     return writers[family]

@@ -83,6 +83,12 @@ class OlderSpeculators(Adapter):
     def recognises(self, source: ForeignCheckpoint) -> bool:
         return "speculators_model_type" in source.config
 
+    def default_verifier(self, source: ForeignCheckpoint) -> str | None:
+        record = source.config.get("speculators_config")
+        verifier = record.get("verifier") if isinstance(record, Mapping) else None
+        name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+        return None if name is None else str(name)
+
     def read(
         self, source: ForeignCheckpoint, verifier: VerifierFacts, algorithm: str | None, options: ConversionOptions
     ) -> Conversion:
@@ -124,6 +130,9 @@ class OlderSpeculators(Adapter):
         values: dict[str, Any], family: str, tensors: Mapping[str, Tensor], verifier: VerifierFacts, notes: ConversionNotes
     ) -> None:
         """Complete the config in place."""
+        for key, value in SpeculatorModelConfig.registry[family].meaning_of_absent.items():
+            if values.get(key) is None:
+                values[key] = notes.assume(key, value, "what other writers mean, who have no such key")
         for key, (value, reason) in _MISSING.get(family, {}).items():
             if values.get(key) is None:
                 values[key] = notes.assume(key, value, reason)

@@ -48,9 +48,7 @@ def stitch_mtp(
     weights = WeightFiles(source, owner="verifier", error=VerifierError)
     entries = {entry.name: entry for entry in weights.entries() if entry.name.startswith(MTP_PREFIX)}
     if not entries:
-        raise VerifierError(
-            f"the verifier {str(verifier)!r} has no MTP layer (no tensor under {MTP_PREFIX}); give the one it has"
-        )
+        raise VerifierError(f"the verifier {str(verifier)!r} has no tensor under {MTP_PREFIX}; give one with an MTP layer")
     pickled = [name for name in entries if not weights.index[name].endswith(".safetensors")]
     if pickled:
         raise VerifierError(f"the verifier's {pickled[0]} lies in a pickled file; save the verifier as safetensors first")

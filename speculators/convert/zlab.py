@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit, foreign_ids
+from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit, foreign_ids, refuse_final_layer
 from speculators.convert.decoders import decoder_config, flat_decoder, non_causal_sliding
 from speculators.convert.notes import ConversionNotes, FlatConfig
 from speculators.convert.options import ConversionOptions
@@ -121,10 +121,7 @@ def _layer_ids(
     if len(kept) == len(ids):
         return ids
     if not options.drop_unsupported:
-        raise ConfigError(
-            f"the draft reads the verifier's last layer ({verifier.num_hidden_layers - 1}) after the final norm, which no "
-            f"engine captures; {_DROP_HINT}"
-        )
+        refuse_final_layer(ids, verifier, _DROP_HINT)
     width = verifier.hidden_size
     blocks = tensors["fc.weight"].split(width, dim=1)
     tensors["fc.weight"] = torch.cat([blocks[index] for index in kept], dim=1).contiguous()

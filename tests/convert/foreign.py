@@ -62,8 +62,8 @@ class Random:
     def weight(self, *shape: int) -> Tensor:
         return (torch.randn(*shape, generator=self.generator) * 0.3).bfloat16()
 
-    def norm(self, size: int) -> Tensor:
-        return (torch.rand(size, generator=self.generator) + 0.5).bfloat16()
+    def norm(self, *shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=self.generator) + 0.5).bfloat16()
 
     def kept(self) -> Tensor:
         """A mask of the verifier's ids with ``KEPT`` true ones."""

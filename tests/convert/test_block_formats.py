@@ -122,6 +122,15 @@ def test_deepspec_reads_the_embeddings_output_as_minus_one(verifier: str, tmp_pa
     same_drafts(source, tmp_path / "ours", verifier, anchor_first=True, foreign_ids=[-1, 2, 3])
 
 
+def test_deepspec_last_verifier_layer(verifier: str, tmp_path: Path) -> None:
+    # Its reader would take it after the final norm, engines before: a silent mismatch.
+    source, tensors = deepspec_checkpoint(tmp_path / "theirs")
+    config, _ = read(source)
+    write(source, config | {"target_layer_ids": [0, 2, VERIFIER_LAYERS - 1]}, tensors)
+    with pytest.raises(ConfigError, match=r"reads the verifier's last layer \(5\) after the final norm"):
+        convert_model(source, verifier, output_path=tmp_path / "ours")
+
+
 @pytest.mark.parametrize(
     "key", ["target_layer_ids", "mask_token_id", "markov_rank", "confidence_head_with_markov", "hidden_size"]
 )
