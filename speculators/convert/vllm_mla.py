@@ -1,8 +1,8 @@
 """EAGLE-3 with latent attention in vLLM's native form, which is the only one it serves such drafts from; to and fro.
 
 A flat DeepSeek config, ``Eagle3DeepseekV2ForCausalLM`` (or V3), with a dense MLP always. Everything but the attention is as in
-:mod:`speculators.convert.eagle3`. vLLM pairs rotated entries as neighbours, gives no projection a bias, and takes every scaled
-rotary embedding for DeepSeek's YaRN. Source: vLLM 0.32, ``deepseek_eagle3.py`` and ``deepseek_v2.py``.
+:mod:`speculators.convert.eagle3`. vLLM pairs rotated entries as neighbours, gives no projection a bias, wants a query latent,
+and takes every scaled rotary embedding for DeepSeek's YaRN. Source: vLLM 0.32, ``deepseek_eagle3.py`` and ``deepseek_v2.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from speculators.errors import ConfigError
 __all__ = ["VllmMlaEagle3", "write_vllm_mla"]
 
 ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
+
+#: vLLM takes drafts of ``model_type`` ``deepseek_v3`` for MTP layers; published drafts for Kimi-K2 say this.
+MODEL_TYPE = "kimi_k2"
 
 
 class VllmMlaEagle3(Adapter):
@@ -50,9 +53,11 @@ def write_vllm_mla(conversion: Conversion) -> tuple[dict[str, Any], dict[str, Te
         "norm_before_fc": config.norm_before_fc,
         "rope_interleave: false": not decoder.rope_interleave,
         "attention_bias": decoder.attention_bias,
+        "q_lora_rank: null": not decoder.q_lora_rank,
         f"rope_type {rope_type!r}": rope_type not in ("default", "yarn"),
     }
     found = [name for name, present in unknown.items() if present]
     if found:
         raise ConfigError(f"vLLM's EAGLE-3 with latent attention does not have {found[0]}, which this draft was trained with")
-    return write_flat_eagle3(conversion, ARCHITECTURE)
+    flat, tensors = write_flat_eagle3(conversion, ARCHITECTURE)
+    return flat | {"model_type": MODEL_TYPE}, tensors

@@ -69,6 +69,7 @@ def test_round_trip(kind: str, reduced: bool, layer: str, verifier: str, tmp_pat
     assert equal(back, tensors)
     architectures = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
     assert native["architectures"] == [architectures.get(kind, "Eagle3DeepseekV2ForCausalLM")]
+    assert native["model_type"] == ("kimi_k2" if kind == "deepseek_v3" else kind)
     assert native["num_aux_hidden_states"] == 3
     assert native["eagle_aux_hidden_state_layer_ids"] == CAPTURED
     assert native["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": CAPTURED, "use_aux_hidden_state": True}
@@ -129,6 +130,10 @@ def test_latent_attention(q_lora_rank: int | None, rope: dict[str, Any], verifie
         assert config["transformer_layer_config"]["rope_parameters"] == expected
     else:
         same_drafts(source, tensors, tmp_path / "ours", verifier, 3, CAPTURED)
+    if q_lora_rank is None:
+        with pytest.raises(ConfigError, match="does not have q_lora_rank: null"):
+            convert_model(tmp_path / "ours", output_path=tmp_path / "native", to="vllm-native")
+        return
     convert_model(tmp_path / "ours", output_path=tmp_path / "native", to="vllm-native")
     convert_model(tmp_path / "native", verifier, output_path=tmp_path / "again")
     assert read(tmp_path / "again")[0] == config
