@@ -221,6 +221,8 @@ class ChainModel(DraftModel):
             return self._run_masked(batch.anchor_positions, context, count, attn_impl)
         # Anchors that keep as many slots run together; no anchor's slots depend on another's.
         rest = context.hidden.new_zeros(batch.anchors.shape[0], count, context.hidden.shape[-1])
+        # Every process must bring a gradient of every weight, also where no anchor keeps a later slot.
+        rest = rest + 0.0 * sum(part.sum() for part in self.masked_slot())
         later = (batch.depths - 1).clamp(max=count)
         for kept in later.unique().tolist():
             rows = (later == kept).nonzero().squeeze(-1)

@@ -19,6 +19,7 @@ from speculators.models import SpeculatorModel
 from speculators.models.checkpoint_files import has_weights
 from speculators.models.draft_config import build_draft_config, default_layer_ids
 from speculators.models.family import DraftModelConfig
+from speculators.models.saving import EMBEDDING, HEAD
 from speculators.models.verifier_weights import text_config
 from speculators.models.warm_start import start_from_verifier
 from speculators.train.checkpoints import disk_is_full
@@ -110,7 +111,7 @@ def build_draft(
                 config.draft.from_pretrained, config=draft_config, verifier=inputs.verifier_path, t2d=t2d, d2t=d2t
             )
             # The frozen parts are this verifier's, also where the checkpoint carries an earlier one's.
-            model.load_verifier_weights(inputs.verifier_path)
+            model.load_verifier_weights(inputs.verifier_path, (HEAD,) if model.trains_embeddings else (EMBEDDING, HEAD))
             return model.train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)

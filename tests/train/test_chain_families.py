@@ -137,3 +137,33 @@ def test_steps_weigh_as_the_settings_say(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="at most 1"):
         decay_length(growing)
+
+
+def test_trained_embeddings_are_shipped_and_gone_on_with(tmp_path: Path) -> None:
+    tiny_verifier(tmp_path)
+    changes: dict[str, Any] = CHAIN | {"num_depths": 2, "epochs": 1, "max_anchors": 8, "speculator_type": "peagle"}
+    rows = RowDataset.from_rows(random_rows(6, seed=5))
+    ids = {"train_ids": np.arange(6), "val_ids": np.array([], int)}
+    first = train(settings(tmp_path, **changes), dataset=rows, progress=False, **ids)
+    assert first.checkpoint is not None
+    draft: Any = SpeculatorModel.from_pretrained(first.checkpoint)
+    verifier = load_verifier(tmp_path / "verifier").model.get_input_embeddings().weight
+    assert draft.embed_tokens.weight.requires_grad
+    assert not draft.lm_head.weight.requires_grad
+    assert not torch.equal(draft.embed_tokens.weight, verifier)
+    again = changes | {"from_pretrained": str(first.checkpoint), "num_layers": ..., "target_layer_ids": ..., "lr": 1e-12}
+    second = train(
+        settings(tmp_path, save_path=str(tmp_path / "second"), optimizer="adamw", weight_decay=0.0, **again),
+        dataset=rows,
+        progress=False,
+        **ids,
+    )
+    went_on: Any = SpeculatorModel.from_pretrained(second.checkpoint)
+    torch.testing.assert_close(went_on.embed_tokens.weight, draft.embed_tokens.weight, rtol=0, atol=1e-6)
+
+
+def test_no_kept_depth_still_gives_every_weight_a_gradient() -> None:
+    model, row = chain_model("peagle").train(), packed_row(LENGTHS, ANCHORS)
+    row.depths = torch.ones(len(ANCHORS), dtype=torch.long)
+    model.draft_hidden(row).square().sum().backward()
+    assert [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None] == []
