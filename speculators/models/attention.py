@@ -59,6 +59,8 @@ def plan_attention(
     order = None
     if anchors.numel() > 1 and not bool((anchors[1:] >= anchors[:-1]).all()):
         anchors, order = anchors.sort(stable=True)
+    if not document_ids.numel():
+        return AttentionPlan((), order, anchors, window, window_reference)
     changes = (document_ids[1:] != document_ids[:-1]).nonzero().squeeze(-1) + 1
     starts = torch.cat([changes.new_zeros(1), changes])
     if document_ids.unique().shape[0] != starts.shape[0]:

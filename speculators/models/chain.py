@@ -123,6 +123,8 @@ class ChainModel(DraftModel):
     layers: nn.ModuleList
     windows: tuple[int | None, ...]
     gradient_checkpointing: bool = False
+    #: Call the layers equally often in every forward, whatever the batch: sharded layers gather their weights on all processes.
+    uniform_calls: bool = False
 
     # ---- what a family defines ------------------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class ChainModel(DraftModel):
 
     def _run_parallel(self, batch: PackedBatch, context: _Context, count: int, attn_impl: AttentionImpl) -> Tensor:
         """All later slots of every anchor at once, ``[A, count, H]``; zeros where a slot is not trained."""
-        if batch.depths is None:
+        if batch.depths is None or self.uniform_calls:
             return self._run_masked(batch.anchor_positions, context, count, attn_impl)
         # Anchors that keep as many slots run together; no anchor's slots depend on another's.
         rest = context.hidden.new_zeros(batch.anchors.shape[0], count, context.hidden.shape[-1])

@@ -53,6 +53,7 @@ def _shard(model: Any, accelerator: Accelerator) -> Any:
         if hasattr(layer, "over_context"):
             register_fsdp_forward_method(layer, "over_context")
     fully_shard(model, mesh=mesh, ignored_params=frozen)
+    model.uniform_calls = True
     register_fsdp_forward_method(model, "with_weights")
     return model
 

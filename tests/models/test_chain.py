@@ -9,6 +9,7 @@ import torch
 from transformers import DeepseekV3Config, PretrainedConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
+from speculators.batch import PackedBatch
 from speculators.config import VerifierConfig
 from speculators.errors import ConfigError
 from speculators.models import chain_drafter
@@ -193,3 +194,11 @@ def test_contradictions_are_refused() -> None:
         chain_model("peagle", mask_token_id=VOCAB)
     with pytest.raises(ConfigError, match="latent attention from the verifier"):
         build_draft_config(verifier_config(), draft_arch="deepseek_v3")
+
+
+@pytest.mark.parametrize("family", ["eagle3", "peagle"])
+def test_a_row_without_documents_gives_no_states_but_a_graph(family: str) -> None:
+    model = chain_model(family).train()
+    hidden = model.draft_hidden(PackedBatch.empty(len(LAYER_IDS), HIDDEN))
+    assert hidden.shape == (0, STEPS, HIDDEN)
+    hidden.sum().backward()

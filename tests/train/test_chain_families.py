@@ -123,6 +123,8 @@ def test_dropped_slots_change_no_other_slot() -> None:
     for anchor, depths in enumerate(row.depths.tolist()):
         torch.testing.assert_close(dropped[anchor, :depths], whole[anchor, :depths], rtol=0, atol=1e-12)
     assert dropped[0, 1:].abs().sum() == 0
+    model.uniform_calls = True
+    torch.testing.assert_close(model.draft_hidden(row), whole, rtol=0, atol=1e-12)
 
 
 def test_steps_weigh_as_the_settings_say(tmp_path: Path) -> None:
