@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculators.config import SpeculatorModelConfig
-from speculators.convert.notes import ConversionNotes
+from speculators.convert.notes import ConversionNotes, FlatConfig
 from speculators.convert.options import ConversionOptions
 from speculators.convert.source import ForeignCheckpoint
 from speculators.convert.verifier import VerifierFacts
@@ -22,6 +22,7 @@ __all__ = [
     "capture_ids",
     "check_default_layers",
     "check_fit",
+    "check_layer_count",
     "float_dtype",
     "foreign_ids",
     "refuse_final_layer",
@@ -104,6 +105,19 @@ def check_fit(config: SpeculatorModelConfig, layer_ids: list[int], verifier: Ver
     if outside:
         raise VerifierError(
             f"the draft captures the state after {outside[0]} layers, but the verifier {name!r} has "
+            f"{verifier.num_hidden_layers}; give the verifier that the draft was made for"
+        )
+
+
+def check_layer_count(flat: FlatConfig, verifier: VerifierFacts) -> None:
+    """Refuse a verifier with another number of layers than ``num_target_layers``, where a format keeps that.
+
+    :raises VerifierError: then.
+    """
+    count = flat.optional("num_target_layers")
+    if count is not None and int(count) != verifier.num_hidden_layers:
+        raise VerifierError(
+            f"the draft was made for a verifier of {count} layers, but {verifier.record.name_or_path!r} has "
             f"{verifier.num_hidden_layers}; give the verifier that the draft was made for"
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit, refuse_final_layer
+from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit, check_layer_count, refuse_final_layer
 from speculators.convert.decoders import decoder_config
 from speculators.convert.notes import ConversionNotes, FlatConfig
 from speculators.convert.options import ConversionOptions
@@ -24,7 +24,7 @@ __all__ = ["DeepSpecBlocks"]
 BLOCK_ARCHITECTURE = "Qwen3DSparkModel"
 
 #: Read by DeepSpec's trainer only.
-_TRAINING_KEYS = ("num_anchors", "num_target_layers", "enable_d2_feature", "d2_prefix_weight_base")
+_TRAINING_KEYS = ("num_anchors", "enable_d2_feature", "d2_prefix_weight_base")
 
 
 class DeepSpecBlocks(Adapter):
@@ -45,6 +45,7 @@ class DeepSpecBlocks(Adapter):
         flat = FlatConfig(source.config, "DeepSpec", notes)
         decoder = decoder_config(flat, "qwen3")
         flat.skip(*_TRAINING_KEYS)
+        check_layer_count(flat, verifier)
         ids = options.aux_hidden_state_layer_ids or capture_ids(flat.required("target_layer_ids"))
         values: dict[str, Any] = {
             "aux_hidden_state_layer_ids": ids,

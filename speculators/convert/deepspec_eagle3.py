@@ -6,7 +6,7 @@ library's. Source: the project's modelling and config code (deepseek-ai/DeepSpec
 
 from __future__ import annotations
 
-from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit, refuse_final_layer
+from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit, check_layer_count, refuse_final_layer
 from speculators.convert.decoders import decoder_config
 from speculators.convert.notes import ConversionNotes, FlatConfig
 from speculators.convert.options import ConversionOptions
@@ -19,7 +19,7 @@ __all__ = ["DeepSpecEagle3"]
 ARCHITECTURE = "Qwen3Eagle3Model"
 
 #: Read by DeepSpec's trainer only.
-_TRAINING_KEYS = ("num_target_layers", "target_model_name_or_path", "step_loss_decay", "draft_num_hidden_layers", "layer_types")
+_TRAINING_KEYS = ("target_model_name_or_path", "step_loss_decay", "draft_num_hidden_layers", "layer_types")
 
 
 class DeepSpecEagle3(Adapter):
@@ -38,6 +38,7 @@ class DeepSpecEagle3(Adapter):
         flat = FlatConfig(source.config, "DeepSpec EAGLE-3", notes)
         decoder = decoder_config(flat, "qwen3")
         flat.skip(*_TRAINING_KEYS)
+        check_layer_count(flat, verifier)
         for key in ("fc_norm", "fc_norm_perslice"):
             flat.refuse_other(key, (False,), "norms of a fork of DeepSpec")
         ids = options.eagle_aux_hidden_state_layer_ids or capture_ids(flat.required("target_layer_ids"))

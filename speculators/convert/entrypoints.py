@@ -12,14 +12,16 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from speculators.config import UnsupportedCheckpointError
-from speculators.convert.adapter import Adapter, Conversion
+from speculators.convert.adapter import Adapter, Conversion, float_dtype
 from speculators.convert.formats import ADAPTERS, adapter_for, native_writer
 from speculators.convert.notes import ConversionNotes
 from speculators.convert.options import ConversionOptions
 from speculators.convert.output import (
+    check_device,
     check_output,
     draft_a_block,
     drop_equal_embeddings,
+    load_written,
     staged,
     write_native,
     write_speculators,
@@ -27,7 +29,6 @@ from speculators.convert.output import (
 from speculators.convert.source import ForeignCheckpoint
 from speculators.convert.verifier import VerifierFacts
 from speculators.errors import ConfigError
-from speculators.models.base import SpeculatorModel
 
 __all__ = ["ALGORITHMS", "TARGETS", "ConversionReport", "convert_model", "maybe_convert_external_checkpoint"]
 
@@ -96,6 +97,8 @@ def convert_model(
     checked = ConversionOptions.checked(options)
     folder = Path(output_path)
     check_output(folder, overwrite)
+    if validate_device is not None:
+        check_device(validate_device)
     source = ForeignCheckpoint(model, checked.cache_dir)
     adapter = adapter_for(source, format, algorithm)
     _refuse_unused(checked, adapter)
@@ -130,11 +133,11 @@ def _write(folder: Path, conversion: Conversion, to: str, verifier: str, device:
     with staged(folder) as staging:
         # The speculators form is what this library can load, so it is the proof even of a draft that is exported.
         write_speculators(staging, conversion)
-        drafted = None
+        drafted, dtype = None, float_dtype(conversion.tensors)
         if device is not None:
-            drafted = draft_a_block(staging, verifier, device)
+            drafted = draft_a_block(staging, verifier, dtype, device)
         else:
-            SpeculatorModel.from_pretrained(staging, verifier=verifier)
+            load_written(staging, verifier, dtype)
         if to == "vllm-native":
             config, tensors = native_writer(conversion)(conversion)
             write_native(staging, config, tensors)

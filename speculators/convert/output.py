@@ -21,7 +21,16 @@ from speculators.models.checkpoint_files import write_weights
 from speculators.models.verifier_weights import VerifierPart, read_verifier_weights
 from speculators.sampling import SamplingParams
 
-__all__ = ["check_output", "draft_a_block", "drop_equal_embeddings", "staged", "write_native", "write_speculators"]
+__all__ = [
+    "check_device",
+    "check_output",
+    "draft_a_block",
+    "drop_equal_embeddings",
+    "load_written",
+    "staged",
+    "write_native",
+    "write_speculators",
+]
 
 _OURS = frozenset({"config.json", "model.safetensors"})
 
@@ -40,6 +49,19 @@ def check_output(folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"{folder} holds something else ({foreign[0]}); name an empty folder with --output-path")
     if held and not overwrite:
         raise ConfigError(f"{folder} already holds a checkpoint; name another folder or replace it with --overwrite")
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that cannot compute here.
+
+    :raises ConfigError: then.
+    """
+    try:
+        usable = torch.empty(1, device=name).device.type != "meta"
+    except (AssertionError, RuntimeError):  # unknown, not built in, or not there
+        usable = False
+    if not usable:
+        raise ConfigError(f"--validate-device {name} is no device that can compute here; give cpu, cuda:0 or the like")
 
 
 @contextmanager
@@ -104,20 +126,25 @@ def drop_equal_embeddings(conversion: Conversion, verifier: str) -> None:
         conversion.notes.remark(f"{name} equals the verifier's and was left out")
 
 
+def load_written(folder: Path, verifier: str, dtype: torch.dtype, device: str = "cpu") -> SpeculatorModel:
+    """What was written, by the strict loader; in the file's own dtype, so that a large draft needs no more memory than that."""
+    return SpeculatorModel.from_pretrained(folder, verifier=verifier, dtype=dtype, device=device)
+
+
 @torch.no_grad()
-def draft_a_block(folder: Path, verifier: str, device: str) -> list[int]:
+def draft_a_block(folder: Path, verifier: str, dtype: torch.dtype, device: str) -> list[int]:
     """Load a checkpoint and draft once after random context: the tokens drafted, as verifier ids.
 
     :raises ConfigError: the draft does not load, or its states are not finite.
     """
-    model: Any = SpeculatorModel.from_pretrained(folder, verifier=verifier, device=device)
+    model: Any = load_written(folder, verifier, dtype, device)
     drafter = model.drafter()
     generator = torch.Generator().manual_seed(0)
     decoder = model.config.transformer_layer_config
     width = getattr(model.config, "target_hidden_size", None) or decoder.hidden_size
     length = 8
     ids = torch.randint(0, decoder.vocab_size, (length,), generator=generator)
-    features = torch.randn(length, len(drafter.layer_ids), width, generator=generator)
+    features = torch.randn(length, len(drafter.layer_ids), width, generator=generator).to(dtype)
     count = min(model.config.speculative_tokens or drafter.max_draft_tokens, drafter.max_draft_tokens)
     drafter.start(1)
     drafter.extend([ids.to(device)], [features.to(device)])

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators.convert.adapter import Adapter, Conversion, capture_ids, check_fit, foreign_ids, refuse_final_layer
+from speculators.convert.adapter import (
+    Adapter,
+    Conversion,
+    capture_ids,
+    check_fit,
+    check_layer_count,
+    foreign_ids,
+    refuse_final_layer,
+)
 from speculators.convert.decoders import decoder_config, flat_decoder, non_causal_sliding
 from speculators.convert.notes import ConversionNotes, FlatConfig
 from speculators.convert.options import ConversionOptions
@@ -51,6 +59,8 @@ class ZLabDFlash(Adapter):
         flat = FlatConfig(source.config, "z-lab DFlash", notes)
         nested = flat.nested("dflash_config")
         _refuse_other_networks(source, flat, nested)
+        check_layer_count(flat, verifier)
+        check_layer_count(nested, verifier)
         decoder = decoder_config(flat, "qwen3")
         tensors = _split_fused(source.tensors(), decoder)
         _refuse_laguna(source, tensors, options, notes)
@@ -111,10 +121,9 @@ def _layer_ids(
     options: ConversionOptions,
 ) -> list[int]:
     """Captured layers, without the verifier's last one, whose state z-lab takes after the final norm and engines before."""
-    total = flat.optional("num_target_layers") or nested.optional("num_target_layers") or verifier.num_hidden_layers
     foreign = _lookup(flat, nested, "target_layer_ids")
     if foreign is None:
-        spread = default_target_layers(int(total), num_draft_layers)
+        spread = default_target_layers(verifier.num_hidden_layers, num_draft_layers)
         foreign = flat.notes.assume("target_layer_ids", spread, "the spread of z-lab's first reader")
     ids = capture_ids(foreign)
     kept = [index for index, layer in enumerate(ids) if layer != verifier.num_hidden_layers]

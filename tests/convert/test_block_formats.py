@@ -10,7 +10,7 @@ import torch
 
 from speculators import SpeculatorModel
 from speculators.convert import convert_model
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, VerifierError
 from tests.convert.foreign import (
     FOREIGN_IDS,
     HIDDEN,
@@ -126,6 +126,9 @@ def test_deepspec_last_verifier_layer(verifier: str, tmp_path: Path) -> None:
     # Its reader would take it after the final norm, engines before: a silent mismatch.
     source, tensors = deepspec_checkpoint(tmp_path / "theirs")
     config, _ = read(source)
+    write(source, config | {"num_target_layers": 9}, tensors)
+    with pytest.raises(VerifierError, match="made for a verifier of 9 layers"):
+        convert_model(source, verifier, output_path=tmp_path / "ours")
     write(source, config | {"target_layer_ids": [0, 2, VERIFIER_LAYERS - 1]}, tensors)
     with pytest.raises(ConfigError, match=r"reads the verifier's last layer \(5\) after the final norm"):
         convert_model(source, verifier, output_path=tmp_path / "ours")
@@ -279,6 +282,7 @@ def test_laguna(verifier: str, tmp_path: Path) -> None:
             "another attention",
         ),
         ({"hidden_size": 16}, "reads states of size 16"),
+        ({"num_target_layers": 9}, "made for a verifier of 9 layers"),
         ({"vocab_size": 128}, "has a vocabulary of 128"),
     ],
 )

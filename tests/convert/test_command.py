@@ -71,6 +71,8 @@ def test_algorithm_kwargs(verifier: str, tmp_path: Path, capsys: pytest.CaptureF
         (["--algorithm", "eagle"], "Unsupported algorithm: eagle"),
         (["--algorithm", "dspark"], "which gives dflash drafts, not dspark"),
         (["--to", "sglang"], "cannot convert to 'sglang'"),
+        (["--validate-device", "cuda:93"], "--validate-device cuda:93 is no device that can compute here"),
+        (["--validate-device", "meta"], "--validate-device meta is no device that can compute here"),
         (["--format", "vllm-dspark"], "the vLLM DSpark config has no 'target_layer_ids'"),
     ],
 )
