@@ -19,6 +19,7 @@ from speculators.models import SpeculatorModel
 from speculators.models.checkpoint_files import has_weights
 from speculators.models.draft_config import build_draft_config, default_layer_ids
 from speculators.models.family import DraftModelConfig
+from speculators.models.mtp import build_mtp_decoder
 from speculators.models.saving import EMBEDDING, HEAD
 from speculators.models.verifier_weights import text_config
 from speculators.models.warm_start import start_from_verifier
@@ -146,21 +147,20 @@ def _new_config(
     values: dict[str, Any],
     record: VerifierConfig | None = None,
 ) -> DraftModelConfig:
-    draft = config.draft
-    verifier_layers = text_config(inputs.verifier_config).num_hidden_layers
-    layer_ids = draft.target_layer_ids
+    family, verifier_layers = family_of(config), text_config(inputs.verifier_config).num_hidden_layers
+    layer_ids = [] if family.of_verifier else config.draft.target_layer_ids
     if layer_ids is None:
         layer_ids = default_layer_ids(verifier_layers)
         warnings.warn(
             f"--target-layer-ids not given: capturing {layer_ids} of {verifier_layers} layers", UserWarning, stacklevel=3
         )
-    family = family_of(config)
     values = family.values(config, layer_ids) | values
     if mapping is not None:
         values["draft_vocab_size"] = mapping.draft_vocab_size
     if family.masked:
         values["mask_token_id"] = inputs.mask_token_id
-    decoder, verifier = _decoder_config(config, inputs), record or _verifier_record(inputs)
+    decoder = build_mtp_decoder(inputs.verifier_config) if family.of_verifier else _decoder_config(config, inputs)
+    verifier = record or _verifier_record(inputs)
     return family.config_class.build(decoder, verifier, num_verifier_layers=verifier_layers, **values)
 
 

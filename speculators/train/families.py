@@ -12,6 +12,7 @@ from speculators.models import (
     DFlashSpeculatorConfig,
     DSparkSpeculatorConfig,
     Eagle3SpeculatorConfig,
+    MTPSpeculatorConfig,
     PEagleSpeculatorConfig,
 )
 from speculators.models.family import DraftModelConfig
@@ -40,6 +41,7 @@ CHECKPOINT_KEYS = {
     "embed_requires_grad": "embed_requires_grad",
     "ttt_steps": "speculative_tokens",
     "num_depths": "speculative_tokens",
+    "num_speculative_steps": "speculative_tokens",
 }
 
 
@@ -51,6 +53,8 @@ class Family:
     :param masked: whether the draft reads a mask token.
     :param blocks: whether it is a block draft: one that can start from the verifier's layers, with short blocks.
     :param every_anchor: whether every position is trained from unless ``--max-anchors`` is given.
+    :param of_verifier: whether it is a layer of the verifier's own kind on its last state: neither shape nor captured layers are
+        a choice, and the verifier may bring weights for it.
     """
 
     config_class: type[DraftModelConfig]
@@ -58,6 +62,7 @@ class Family:
     masked: bool = True
     blocks: bool = False
     every_anchor: bool = False
+    of_verifier: bool = False
 
 
 def family_of(config: TrainConfig) -> Family:
@@ -74,6 +79,8 @@ def decay_length(config: TrainConfig) -> float:
         return config.dflash.dflash_decay_gamma
     if config.speculator_type == "eagle3":
         flag, decay = "--ttt-step-loss-decay", config.loss.ttt_step_loss_decay
+    elif config.speculator_type == "mtp":
+        flag, decay = "--step-weight-beta", config.mtp.step_weight_beta
     else:
         flag, decay = "", 1.0
     if decay > 1:
@@ -129,9 +136,14 @@ def _peagle(config: TrainConfig, layer_ids: list[int]) -> dict[str, Any]:
     return _eagle(config, layer_ids) | own
 
 
+def _mtp(config: TrainConfig, layer_ids: list[int]) -> dict[str, Any]:
+    return {"speculative_tokens": config.mtp.num_speculative_steps}
+
+
 FAMILIES: dict[str, Family] = {
     "dflash": Family(DFlashSpeculatorConfig, _dflash, blocks=True),
     "dspark": Family(DSparkSpeculatorConfig, _dspark, blocks=True),
     "eagle3": Family(Eagle3SpeculatorConfig, _eagle3, masked=False, every_anchor=True),
     "peagle": Family(PEagleSpeculatorConfig, _peagle),
+    "mtp": Family(MTPSpeculatorConfig, _mtp, masked=False, every_anchor=True, of_verifier=True),
 }

@@ -121,7 +121,7 @@ def test_a_bad_value_in_a_file_names_the_file_and_key(tmp_path: Path, capsys: py
     assert "config.yaml': trainer.epochs" in message
 
 
-@pytest.mark.parametrize("family", ["mtp", "dflash2", "xpress"])
+@pytest.mark.parametrize("family", ["dflash2", "xpress"])
 def test_families_not_built_are_refused_by_name(family: str) -> None:
     config = TrainConfig.from_flat(speculator_type=family, verifier_name_or_path="v")
     with pytest.raises(ConfigError, match=f"--speculator-type {family}") as refused:

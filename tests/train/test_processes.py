@@ -204,7 +204,7 @@ def same_tensors_as_one_process(checkpoint: Path, whole: Path) -> None:
 def test_bad_settings_exit_with_2_and_one_line(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.chdir(folder)
     for arguments, words in (
-        (["--speculator-type", "mtp"], "--speculator-type mtp cannot be trained by this version yet"),
+        (["--speculator-type", "dflash2"], "--speculator-type dflash2 cannot be trained by this version yet"),
         (["--epochs", "0"], "--epochs"),
         (["--hidden-states", "ray"], "--hidden-states ray is not built yet"),
         (["--verifier-name-or-path", "nowhere", "--save-path", "new"], "nowhere"),

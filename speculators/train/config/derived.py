@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_FAMILIES", "Derived", "check_consistency", "check_runnable", "derive", "describe_derived"]
 
 #: Families this version can train.
-BUILT_FAMILIES = ("dspark", "dflash", "eagle3", "peagle")
+BUILT_FAMILIES = ("dspark", "dflash", "eagle3", "peagle", "mtp")
 #: Values of ``--logger``.
 TRACKERS = ("trackio", "wandb", "tensorboard", "mlflow")
 
 _BLOCK_FAMILIES = ("dflash", "dspark", "dflash2", "xpress")
+_PRUNING = ("draft_vocab_size", "token_freq_path", "d2t_path", "t2d_path")
 _SHAPING = ("num_layers", "draft_arch", "draft_hidden_act", "sliding_window", "full_attention_indices")
 
 
@@ -130,6 +131,10 @@ def check_consistency(config: TrainConfig) -> None:
         dspark = config.dspark
         if dspark.markov_rank == 0 and dspark.enable_confidence_head and dspark.confidence_head_with_markov:
             raise ConfigError("--markov-rank 0 leaves no Markov embedding; add --no-confidence-head-with-markov")
+    if config.speculator_type == "mtp":
+        pruning = ["--" + name.replace("_", "-") for name in _PRUNING if config.given(name)]
+        if pruning:
+            raise ConfigError(f"MTP drafts the verifier's whole vocabulary; drop {', '.join(pruning)}")
     if draft.fc_norm and draft.norm_before_fc:
         raise ConfigError("--fc-norm and --norm-before-fc exclude each other; drop one")
     unknown = [name for name in tracker_names(config) if name not in TRACKERS]

@@ -24,6 +24,8 @@ __all__ = [
 
 _EAGLE = ("eagle3", "peagle")
 _BLOCKS = ("dflash", "dspark", "dflash2", "xpress")
+#: Families whose shape and captured layers are a choice; those of mtp are the verifier's.
+_SHAPED = _BLOCKS + _EAGLE
 
 
 class VerifierSettings(Group):
@@ -41,39 +43,57 @@ class DraftSettings(Group):
         "", "Go on from this draft checkpoint; a folder with only a config.json starts anew in its shape."
     )
     draft_config: str | dict[str, Any] = setting(
-        "", "Decoder config that shapes the draft: a folder, a JSON file, or JSON itself; hidden_size must be the verifier's."
+        "",
+        "Decoder config that shapes the draft: a folder, a JSON file, or JSON itself; hidden_size must be the verifier's.",
+        families=_SHAPED,
     )
     draft_init: Literal["random", "verifier"] = setting(
         "random",
-        "First values of a new draft: noise, or the verifier's last layers where shapes fit.",
-        families=_BLOCKS,
+        "First values of a new draft: noise, or the verifier's last layers where shapes fit; for mtp the verifier's own MTP "
+        "layer [used for mtp where there is one].",
+        families=(*_BLOCKS, "mtp"),
         own=True,
     )
-    num_layers: int | None = setting(None, "Draft layers [5 for dflash, dspark, dflash2, xpress; else 1].", shaping=True, ge=1)
+    num_layers: int | None = setting(
+        None, "Draft layers [5 for dflash, dspark, dflash2, xpress; else 1].", families=_SHAPED, shaping=True, ge=1
+    )
     draft_arch: Literal["llama", "qwen3", "deepseek_v3"] | None = setting(
         None,
         "Decoder architecture of the draft [llama for eagle3, else qwen3]; deepseek_v3 is latent attention, for chains.",
+        families=_SHAPED,
         shaping=True,
     )
-    draft_hidden_act: str | None = setting("silu", "Activation of the draft's MLPs; empty: the verifier's.", shaping=True)
-    sliding_window: int = setting(
-        2048, "Window of the sliding-attention layers, in tokens; 0 for full attention everywhere.", shaping=True, ge=0
+    draft_hidden_act: str | None = setting(
+        "silu", "Activation of the draft's MLPs; empty: the verifier's.", families=_SHAPED, shaping=True
     )
-    full_attention_indices: list[int] = setting([], "Draft layers with full instead of sliding attention.", shaping=True)
+    sliding_window: int = setting(
+        2048,
+        "Window of the sliding-attention layers, in tokens; 0 for full attention everywhere.",
+        families=_SHAPED,
+        shaping=True,
+        ge=0,
+    )
+    full_attention_indices: list[int] = setting(
+        [], "Draft layers with full instead of sliding attention.", families=_SHAPED, shaping=True
+    )
     sliding_window_non_causal: bool | None = setting(
         None, "Slots of a sliding layer also see later slots of their block [on for dflash2 only].", families=_BLOCKS
     )
     sliding_window_reference: Literal["anchor", "slot"] = setting(
         "anchor",
         "Where the window is measured from: the anchor (upstream) or each slot (serving engines) [slot for chains].",
-        families=_BLOCKS + _EAGLE,
+        families=_SHAPED,
         own=True,
     )
     draft_mrope_full_head_hack: bool = setting(
-        True, "Rotate whole heads where the verifier's multimodal rope rotates a part of each; off: the same part."
+        True,
+        "Rotate whole heads where the verifier's multimodal rope rotates a part of each; off: the same part.",
+        families=_SHAPED,
     )
     target_layer_ids: list[int] | None = setting(
-        None, "Verifier layers to capture: id k is the residual stream after k layers [2, n//2, n-3 of n layers]."
+        None,
+        "Verifier layers to capture: id k is the residual stream after k layers [2, n//2, n-3 of n layers].",
+        families=_SHAPED,
     )
     token_freq_path: str | None = setting(
         None, "Token counts for the draft vocabulary [DATA_PATH/token_freq.pt, else counted]."
