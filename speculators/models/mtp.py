@@ -28,7 +28,7 @@ from speculators.models.draft_config import build_draft_config
 from speculators.models.layers import Attend, GatedMLP, RotaryEmbedding, Rotation, attention_of, norm_of
 from speculators.models.verifier_weights import text_config
 
-__all__ = ["MTPDecoderLayer", "MTPDraftModel", "MTPSpeculator", "MTPSpeculatorConfig", "build_mtp_decoder"]
+__all__ = ["DECODER_KINDS", "MTPDecoderLayer", "MTPDraftModel", "MTPSpeculator", "MTPSpeculatorConfig", "build_mtp_decoder"]
 
 #: Model types of decoder configs whose layers an MTP draft may have.
 DECODER_KINDS = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

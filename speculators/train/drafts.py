@@ -12,14 +12,16 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from speculators.config import SpeculatorModelConfig, VerifierConfig
+from speculators.convert.mtp_names import MTP_PREFIX, draft_tensors
+from speculators.convert.source import ForeignCheckpoint
 from speculators.data.vocabulary import VocabularyMapping
-from speculators.errors import ConfigError, SpeculatorsError
+from speculators.errors import ConfigError, SpeculatorsError, VerifierError
 from speculators.losses import LossConfig
 from speculators.models import SpeculatorModel
 from speculators.models.checkpoint_files import has_weights
 from speculators.models.draft_config import build_draft_config, default_layer_ids
 from speculators.models.family import DraftModelConfig
-from speculators.models.mtp import build_mtp_decoder
+from speculators.models.mtp import DECODER_KINDS, build_mtp_decoder
 from speculators.models.saving import EMBEDDING, HEAD
 from speculators.models.verifier_weights import text_config
 from speculators.models.warm_start import start_from_verifier
@@ -117,10 +119,40 @@ def build_draft(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         fresh: Any = SpeculatorModel.from_verifier(draft_config, t2d=t2d, d2t=d2t, verifier=inputs.verifier_path)
-        if config.draft.draft_init == "verifier" and family_of(config).blocks:
+        if family_of(config).of_verifier:
+            _start_from_mtp_layer(fresh, config, inputs)
+        elif config.draft.draft_init == "verifier" and family_of(config).blocks:
             scales = _query_key_scales(fresh, inputs)
             start_from_verifier(fresh, inputs.verifier_path, scales, inputs.verifier_config)
     return fresh.train()
+
+
+def _start_from_mtp_layer(model: Any, config: TrainConfig, inputs: DraftInputs) -> None:
+    """Copy the MTP layer that the verifier comes with, unless ``--draft-init random`` is given.
+
+    :raises ConfigError: ``--draft-init verifier`` is given and there is none.
+    :raises VerifierError: it has other tensors than the draft.
+    """
+    if config.given("draft_init") and config.draft.draft_init == "random":
+        return
+    verifier = ForeignCheckpoint(inputs.verifier_path)
+    names = [name for name in verifier.names if name.startswith(MTP_PREFIX)]
+    if not names or text_config(inputs.verifier_config).model_type not in DECODER_KINDS:
+        if config.given("draft_init"):
+            raise ConfigError("--draft-init verifier: the verifier comes without an MTP layer to start from; drop it")
+        warnings.warn("the verifier comes without an MTP layer: the draft starts from random values", UserWarning, stacklevel=4)
+        return
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("mtp_layers.")}
+    tensors = draft_tensors(verifier.tensors(names))
+    wrong = sorted(name for name in own.keys() | tensors.keys() if name not in own or name not in tensors)
+    wrong += sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
+    if wrong:
+        raise VerifierError(
+            f"the verifier's MTP layer does not fit its config ({wrong[0]}); use an unquantised copy, or --draft-init random"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
 
 
 def _query_key_scales(model: Any, inputs: DraftInputs) -> list[tuple[float, float]] | None:

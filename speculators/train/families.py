@@ -53,8 +53,8 @@ class Family:
     :param masked: whether the draft reads a mask token.
     :param blocks: whether it is a block draft: one that can start from the verifier's layers, with short blocks.
     :param every_anchor: whether every position is trained from unless ``--max-anchors`` is given.
-    :param of_verifier: whether it is a layer of the verifier's own kind on its last state: neither shape nor captured layers are
-        a choice, and the verifier may bring weights for it.
+    :param of_verifier: whether it is a layer of the verifier's own kind on its last state: neither shape nor captured layers
+        are a choice, and the verifier may bring weights for it.
     """
 
     config_class: type[DraftModelConfig]

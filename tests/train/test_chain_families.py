@@ -141,6 +141,8 @@ def test_steps_weigh_as_the_settings_say(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="at most 1"):
         decay_length(growing)
+    mtp = settings(tmp_path, speculator_type="mtp", block_size=..., markov_rank=..., **UNSHAPED)
+    assert math.exp(-2 / decay_length(mtp)) == pytest.approx(0.6**2)
 
 
 def test_trained_embeddings_are_shipped_and_gone_on_with(tmp_path: Path) -> None:
