@@ -17,9 +17,10 @@ from typing import Any
 from speculators.errors import DataError, SpeculatorsError
 
 __all__ = [
-    "NO_ROOM",
     "AppendedRecords",
+    "NO_ROOM",
     "atomic_write",
+    "give_ordinary_mode",
     "locked_folder",
     "naming",
     "sweep_temporaries",
@@ -184,3 +185,10 @@ class AppendedRecords:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def give_ordinary_mode(path: Path) -> None:
+    """Give a file the permissions that ``open`` would have: safetensors makes its files readable for their owner only."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)

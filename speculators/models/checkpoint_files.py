@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from speculators.errors import ConfigError, SpeculatorsError
-from speculators.files import write_text_atomically
+from speculators.files import give_ordinary_mode, write_text_atomically
 
 __all__ = ["DEFAULT_SHARD_SIZE", "DTYPES", "TensorEntry", "WeightFiles", "has_weights", "locate", "write_weights"]
 
@@ -266,6 +266,7 @@ def write_weights(
             temporary = folder / f".{filename}.tmp"
             pending[temporary] = folder / filename
             save_file({name: tensors[name] for name in names}, temporary, metadata={"format": "pt"})
+            give_ordinary_mode(temporary)
         for temporary, final in pending.items():
             os.replace(temporary, final)
     except SafetensorError as error:

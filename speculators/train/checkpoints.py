@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculators.errors import SpeculatorsError
-from speculators.files import NO_ROOM
+from speculators.files import NO_ROOM, give_ordinary_mode
 
 __all__ = ["Checkpoint", "CheckpointStore", "disk_is_full", "get_rng_state", "set_rng_state"]
 
@@ -116,7 +116,7 @@ class CheckpointStore:
             record = {"format": _FORMAT, **state, "files": files}
             (temporary / STATE_JSON).write_text(json.dumps(record, indent=1), encoding="utf-8")
             for entry in temporary.iterdir():
-                os.chmod(entry, 0o666 & ~_umask())
+                give_ordinary_mode(entry)
                 _fsync(entry)
             _fsync(temporary)
             os.rename(temporary, target)
@@ -194,13 +194,6 @@ def disk_is_full(error: BaseException | None) -> bool:
     # safetensors wraps the operating system's error in its own.
     wrapped = isinstance(error, SafetensorError) and any(os.strerror(number) in str(error) for number in NO_ROOM)
     return wrapped or disk_is_full(error.__cause__)
-
-
-def _umask() -> int:
-    """The process's umask: safetensors makes its files readable for their owner only, whatever it says."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _fsync(path: Path) -> None:

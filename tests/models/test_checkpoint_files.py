@@ -82,6 +82,8 @@ def test_what_is_written_is_read(size: int | str, tmp_path: Path) -> None:
     else:
         assert names == ["model.safetensors"]
     assert equal(WeightFiles(tmp_path).read(), TENSORS)
+    (tmp_path / "plain").write_text("")
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "plain").stat().st_mode}
 
 
 def test_an_earlier_checkpoints_files_do_not_stay(tmp_path: Path) -> None:
