@@ -16,7 +16,7 @@ from torch import Tensor
 from speculators.layout import sees_context
 from speculators.models.attention import attend
 from speculators.models.backbone import AttendBlocks
-from speculators.models.drafter import Draft, DraftBuilder
+from speculators.models.drafter import Draft, DraftBuilder, RequestsDrafter
 from speculators.models.rows_cache import RowsCache
 from speculators.sampling import SamplingParams
 
@@ -26,79 +26,25 @@ if TYPE_CHECKING:
 __all__ = ["BlockDrafter"]
 
 
-class BlockDrafter:
-    """A :class:`~speculators.models.drafter.Drafter` over a block-drafting model.
+class BlockDrafter(RequestsDrafter[RowsCache]):
+    """A :class:`~speculators.models.drafter.Drafter` over a block-drafting model, which reads the features of tokens only.
 
     :param model: on its device and in its dtype; put into evaluation mode.
     :param markov: whether the Markov head corrects the logits.
     """
 
+    model: DFlashDraftModel
+
     def __init__(self, model: DFlashDraftModel, *, markov: bool = True) -> None:
-        self.model = model.eval()
+        super().__init__(model, RowsCache)
         self.markov = markov
-        self.max_draft_tokens = model.layout.max_draft_tokens
-        self.layer_ids = tuple(model.target_layer_ids)
-        self._contexts: list[RowsCache] = []
         # Rows that no layer can see any more are skipped; None if a layer sees everything.
         windows = [layer.window for layer in model.windows]
         self._reach = None if None in windows else max(window for window in windows if window is not None)
 
-    @property
-    def verifier_ids(self) -> Tensor | None:
-        if not self.model.reduced_vocabulary:
-            return None
-        return self.model.draft_to_verifier(torch.arange(self.model.draft_vocab_size, device=self.model.norm.weight.device))
-
-    def start(self, num_requests: int) -> None:
-        self._contexts = [RowsCache() for _ in range(num_requests)]
-
-    def context_length(self, request: int) -> int:
-        return self._contexts[request].length
-
-    def drop(self, request: int) -> None:
-        self._contexts[request] = RowsCache()
-
-    @torch.no_grad()
-    def extend(self, token_ids: list[Tensor], features: list[Tensor]) -> None:
-        """Append tokens; a block draft reads their features only.
-
-        :raises ValueError: lists or lengths do not match the requests.
-        """
-        if not len(token_ids) == len(features) == len(self._contexts):
-            raise ValueError(
-                f"expected {len(self._contexts)} requests, got {len(token_ids)} token lists and {len(features)} features"
-            )
-        device = self.model.norm.weight.device
-        for context, ids, states in zip(self._contexts, token_ids, features, strict=True):
-            if ids.shape[0] != states.shape[0]:
-                raise ValueError(f"{ids.shape[0]} tokens came with features of {states.shape[0]}")
-            if ids.shape[0] == 0:
-                continue
-            positions = torch.arange(context.length, context.length + ids.shape[0], device=device)
-            rows = self.model.context(states.to(device))
-            context.append(self.model.context_keys_values(rows, positions))
-
-    @torch.no_grad()
-    def propose(
-        self,
-        anchors: list[int],
-        n: int,
-        sampling: SamplingParams,
-        generator: torch.Generator | None = None,
-        full_block: bool = False,
-    ) -> list[Draft]:
-        """Draft n tokens per request.
-
-        :raises ValueError: n is outside the layout's range, or a list has the wrong length.
-        """
-        if len(anchors) != len(self._contexts):
-            raise ValueError(f"expected {len(self._contexts)} anchors, got {len(anchors)}")
-        needed = self.model.layout.query_slots(n)
-        num_slots = self.model.layout.block_size if full_block else needed
-        return [
-            self._propose(context, anchor, n, num_slots, sampling, generator)
-            for context, anchor in zip(self._contexts, anchors, strict=True)
-        ]
+    def _extend(self, context: RowsCache, ids: Tensor, states: Tensor) -> None:
+        positions = torch.arange(context.length, context.length + ids.shape[0], device=self.device)
+        context.append(self.model.context_keys_values(self.model.context(states), positions))
 
     def block_hidden(self, request: int, anchor: int, num_slots: int) -> Tensor:
         """Post-norm states ``[N, H]`` of the predicting slots of a block that starts at the request's anchor."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speculators.layout import sees_context
 from speculators.models.attention import attend, causal_attention
-from speculators.models.drafter import Draft, DraftBuilder
+from speculators.models.drafter import Draft, DraftBuilder, RequestsDrafter
 from speculators.models.rows_cache import RowsCache
 from speculators.sampling import SamplingParams
 
@@ -36,52 +36,17 @@ class _Request:
     newest_state: Tensor | None = None  #: g ``[1, H]``
 
 
-class ChainDrafter:
-    """A :class:`~speculators.models.drafter.Drafter` over a chain-drafting model.
+class ChainDrafter(RequestsDrafter[_Request]):
+    """A :class:`~speculators.models.drafter.Drafter` over a chain-drafting model; a slot sees only those before it, so that
+    ``full_block`` changes nothing.
 
     :param model: on its device and in its dtype; put into evaluation mode.
     """
 
+    model: ChainModel
+
     def __init__(self, model: ChainModel) -> None:
-        self.model = model.eval()
-        self.max_draft_tokens = model.layout.most_draft_tokens
-        self.layer_ids = tuple(model.target_layer_ids)
-        self._requests: list[_Request] = []
-
-    @property
-    def verifier_ids(self) -> Tensor | None:
-        if not self.model.reduced_vocabulary:
-            return None
-        return self.model.draft_to_verifier(torch.arange(self.model.draft_vocab_size, device=self._device))
-
-    @property
-    def _device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
-
-    def start(self, num_requests: int) -> None:
-        self._requests = [_Request() for _ in range(num_requests)]
-
-    def context_length(self, request: int) -> int:
-        return self._requests[request].length
-
-    def drop(self, request: int) -> None:
-        self._requests[request] = _Request()
-
-    @torch.no_grad()
-    def extend(self, token_ids: list[Tensor], features: list[Tensor]) -> None:
-        """Append tokens with the verifier's states at them.
-
-        :raises ValueError: lists or lengths do not match the requests.
-        """
-        if not len(token_ids) == len(features) == len(self._requests):
-            raise ValueError(
-                f"expected {len(self._requests)} requests, got {len(token_ids)} token lists and {len(features)} features"
-            )
-        for request, ids, states in zip(self._requests, token_ids, features, strict=True):
-            if ids.shape[0] != states.shape[0]:
-                raise ValueError(f"{ids.shape[0]} tokens came with features of {states.shape[0]}")
-            if ids.shape[0]:
-                self._extend(request, ids.to(self._device), states.to(self._device))
+        super().__init__(model, _Request)
 
     def _extend(self, request: _Request, ids: Tensor, states: Tensor) -> None:
         model = self.model
@@ -95,7 +60,7 @@ class ChainDrafter:
         request.length = first + ids.shape[0]
         if not ids.shape[0]:
             return
-        positions = torch.arange(first, request.length, device=self._device)
+        positions = torch.arange(first, request.length, device=self.device)
         rotation = model.rotary(positions, combined.dtype)
         added: list[tuple[Tensor, Tensor]] = []
 
@@ -111,32 +76,21 @@ class ChainDrafter:
         model.run_layers(known[:-1], model.embed_tokens(ids), rotation, attends)
         request.pairs.append(added)
 
-    @torch.no_grad()
-    def propose(
-        self,
-        anchors: list[int],
-        n: int,
-        sampling: SamplingParams,
-        generator: torch.Generator | None = None,
-        full_block: bool = False,
-    ) -> list[Draft]:
-        """Draft n tokens per request. ``full_block`` changes nothing: a slot sees only those before it.
-
-        :raises ValueError: n is outside the layout's range, a list has the wrong length, or a request has no context.
-        """
-        if len(anchors) != len(self._requests):
-            raise ValueError(f"expected {len(self._requests)} anchors, got {len(anchors)}")
-        self.model.layout.query_slots(n)
-        return [self._propose(request, anchor, n, sampling, generator) for request, anchor in zip(self._requests, anchors)]
-
     def _propose(
-        self, request: _Request, anchor: int, n: int, sampling: SamplingParams, generator: torch.Generator | None
+        self,
+        request: _Request,
+        anchor: int,
+        n: int,
+        num_slots: int,
+        sampling: SamplingParams,
+        generator: torch.Generator | None,
     ) -> Draft:
+        """:raises ValueError: the request has no context."""
         model = self.model
         if request.newest_state is None:
             raise ValueError("a chain drafts from the verifier's state before the anchor; extend the context first")
         slots: list[tuple[Tensor, Tensor]] = []
-        state, token = request.newest_state, torch.tensor([anchor], device=self._device)
+        state, token = request.newest_state, torch.tensor([anchor], device=self.device)
         built = DraftBuilder(model, sampling, generator)
         if not model.layout.recurrent:
             hidden = self._run(request, *self._parallel_inputs(state, token, n), 0, slots)
@@ -166,7 +120,7 @@ class ChainDrafter:
 
         :param slots: each layer's keys and values of the slots before; takes up these.
         """
-        model, device = self.model, self._device
+        model, device = self.model, self.device
         own = torch.arange(first_slot, first_slot + states.shape[1], device=device)
         rotation = model.rotary(request.length + own[None], states.dtype)
         # Pairs of tokens 1 .. length - 1, which the anchor at `length` sees but for its window.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from speculators.sampling import SamplingParams, probabilities, sample
 if TYPE_CHECKING:
     from speculators.models.vocabulary import DraftVocabularyMixin
 
-__all__ = ["Draft", "DraftBuilder", "Drafter"]
+__all__ = ["Draft", "DraftBuilder", "Drafter", "RequestsDrafter"]
 
 
 @dataclass(slots=True)
@@ -118,3 +119,100 @@ class Drafter(Protocol):
     def drop(self, request: int) -> None:
         """Free a finished request's memory; its index stays taken."""
         ...
+
+
+class Context(Protocol):
+    """What a :class:`RequestsDrafter` keeps of one request."""
+
+    length: int  #: tokens
+
+
+ContextType = TypeVar("ContextType", bound=Context)
+
+
+class RequestsDrafter(Generic[ContextType]):
+    """The part of a :class:`Drafter` that is the same whatever is kept of a request.
+
+    :param model: the draft, on its device and in its dtype; put into evaluation mode.
+    :param new_context: makes an empty request.
+    """
+
+    def __init__(self, model: Any, new_context: Callable[[], ContextType]) -> None:
+        self.model = model.eval()
+        self.max_draft_tokens = int(model.layout.most_draft_tokens)
+        self.layer_ids = tuple(model.target_layer_ids)
+        self._new_context = new_context
+        self._contexts: list[ContextType] = []
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.model.embed_tokens.weight.device)
+
+    @property
+    def verifier_ids(self) -> Tensor | None:
+        if not self.model.reduced_vocabulary:
+            return None
+        ids: Tensor = self.model.draft_to_verifier(torch.arange(self.model.draft_vocab_size, device=self.device))
+        return ids
+
+    def start(self, num_requests: int) -> None:
+        self._contexts = [self._new_context() for _ in range(num_requests)]
+
+    def context_length(self, request: int) -> int:
+        return self._contexts[request].length
+
+    def drop(self, request: int) -> None:
+        self._contexts[request] = self._new_context()
+
+    @torch.no_grad()
+    def extend(self, token_ids: list[Tensor], features: list[Tensor]) -> None:
+        """Append tokens with the verifier's states at them.
+
+        :raises ValueError: lists or lengths do not match the requests.
+        """
+        if not len(token_ids) == len(features) == len(self._contexts):
+            raise ValueError(
+                f"expected {len(self._contexts)} requests, got {len(token_ids)} token lists and {len(features)} features"
+            )
+        for context, ids, states in zip(self._contexts, token_ids, features, strict=True):
+            if ids.shape[0] != states.shape[0]:
+                raise ValueError(f"{ids.shape[0]} tokens came with features of {states.shape[0]}")
+            if ids.shape[0]:
+                self._extend(context, ids.to(self.device), states.to(self.device))
+
+    @torch.no_grad()
+    def propose(
+        self,
+        anchors: list[int],
+        n: int,
+        sampling: SamplingParams,
+        generator: torch.Generator | None = None,
+        full_block: bool = False,
+    ) -> list[Draft]:
+        """Draft n tokens per request.
+
+        :raises ValueError: n is outside the layout's range, or a list has the wrong length.
+        """
+        if len(anchors) != len(self._contexts):
+            raise ValueError(f"expected {len(self._contexts)} anchors, got {len(anchors)}")
+        needed = self.model.layout.query_slots(n)
+        slots = self.model.layout.block_size if full_block else needed
+        return [
+            self._propose(context, anchor, n, slots, sampling, generator) for context, anchor in zip(self._contexts, anchors)
+        ]
+
+    def _extend(self, context: ContextType, ids: Tensor, states: Tensor) -> None:
+        """Append tokens ``[t]``, t > 0, with their states ``[t, M, H]`` to one request."""
+        raise NotImplementedError
+
+    def _propose(
+        self,
+        context: ContextType,
+        anchor: int,
+        n: int,
+        num_slots: int,
+        sampling: SamplingParams,
+        generator: torch.Generator | None,
+    ) -> Draft:
+        """n tokens of one request, of a block of ``num_slots`` slots."""
+        raise NotImplementedError
