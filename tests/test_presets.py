@@ -19,6 +19,7 @@ from speculators.models.checkpoint_files import TensorEntry, WeightFiles
 from speculators.models.verifier_weights import read_verifier_config
 from speculators.train.config import TrainConfig
 from speculators.train.config.derived import check_runnable, derive
+from speculators.train.config.resolution import flags_of
 from speculators.train.drafts import planned_config
 from speculators.train.shape import config_of, write_fresh
 from tests.models.test_checkpoints import draft, files
@@ -74,6 +75,15 @@ def test_each_builds_with_its_parameter_counts(name: str, tmp_path: Path) -> Non
     verifier = config.speculators_config.verifier
     assert verifier.name_or_path == settings(name).verifier.verifier_name_or_path
     assert verifier.architectures == VERIFIERS[name]["architectures"]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_each_survives_the_run_folder_and_the_command_line(name: str, tmp_path: Path) -> None:
+    """``run.yaml`` and the flags say the same, the decoder's config in the file included."""
+    config = settings(name)
+    config.save(tmp_path)
+    assert TrainConfig.from_sources(config_path=tmp_path / "run.yaml") == config
+    assert TrainConfig.resolve(flags_of(config)) == config
 
 
 @pytest.mark.parametrize("name", KIMI)
@@ -277,7 +287,9 @@ def test_the_command_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(["tensors", str(path)]) == 2
     assert "goes on from the draft earlier" in capsys.readouterr().err
     wide = {"model_type": "qwen3", "hidden_size": 64}
-    config = TrainConfig.from_flat(speculator_type="dspark", draft_config=wide, mask_token_id=4, verifier_name_or_path="x")
+    config = TrainConfig.from_flat(
+        speculator_type="dspark", draft_config=wide, mask_token_id=4, target_layer_ids=[1], verifier_name_or_path="x"
+    )
     verifier = read_verifier_config(tmp_path / "dspark-qwen3-4b")
     with pytest.raises(ConfigError, match="--draft-config itself has hidden_size 64, but the verifier's is 2560"):
         planned_config(config, verifier)

@@ -176,12 +176,13 @@ class SpeculatorModel(WritableModel):
         pretrained_model_name_or_path: str | os.PathLike[str] | None,
         *,
         config: SpeculatorModelConfig | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str = "cpu",
         verifier: str | os.PathLike[str] | None = None,
         t2d: Tensor | None = None,
         d2t: Tensor | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        force_download: bool = False,
         local_files_only: bool = False,
         token: str | bool | None = None,
         revision: str = "main",
@@ -190,7 +191,7 @@ class SpeculatorModel(WritableModel):
 
         The verifier is read only for frozen parts that the file lacks.
 
-        :param dtype: of all floating-point weights in memory.
+        :param dtype: of all floating-point weights in memory, by torch's name too; ``auto`` for the one the config records.
         :param verifier: folder or hub id that takes the place of the config's.
         :param t2d: vocabulary tables, for a file that has none.
         :raises ConfigError: the config or the tensors are missing, superfluous or of another shape.
@@ -201,6 +202,7 @@ class SpeculatorModel(WritableModel):
         path = str(pretrained_model_name_or_path)
         where: dict[str, Any] = {
             "cache_dir": cache_dir,
+            "force_download": force_download,
             "local_files_only": local_files_only,
             "token": token,
             "revision": revision,
@@ -213,7 +215,7 @@ class SpeculatorModel(WritableModel):
         # No memory is spent on weights that are about to be replaced.
         model: Any = model_class.without_weights(config)
         tensors = WeightFiles(path, where=where).read()
-        model._load(path, tensors, dtype=dtype, verifier=verifier, t2d=t2d, d2t=d2t)
+        model._load(path, tensors, dtype=_named_dtype(dtype, config), verifier=verifier, t2d=t2d, d2t=d2t)
         return model.to(device).eval()
 
     def _load(
@@ -273,3 +275,16 @@ class SpeculatorModel(WritableModel):
         elif stored_d2t is None and stored_t2d is not None:
             stored_d2t = d2t_from_t2d(stored_t2d.bool())
         self.load_vocab_mappings(stored_t2d, stored_d2t)
+
+
+def _named_dtype(dtype: torch.dtype | str, config: SpeculatorModelConfig) -> torch.dtype:
+    """The floating-point type that ``dtype`` means.
+
+    :raises ConfigError: there is none of that name.
+    """
+    found = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    if isinstance(found, str):
+        found = getattr(torch, found.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype {dtype!r} is no floating-point type of torch; use for example bfloat16, float32 or auto")
+    return found

@@ -119,6 +119,13 @@ def test_reads_in_the_dtype_asked_for(verifier: Path, tmp_path: Path) -> None:
     read = DSparkSpeculator.from_pretrained(tmp_path, dtype=torch.float64)
     assert {value.dtype for value in read.parameters()} == {torch.float64}
     torch.testing.assert_close(read.fc.weight, model.fc.weight.double())
+    assert SpeculatorModel.from_pretrained(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+    assert SpeculatorModel.from_pretrained(tmp_path, dtype="auto").dtype == torch.float32
+    for wrong in ("half-float", "int8", torch.int8):
+        with pytest.raises(ConfigError, match="is no floating-point type of torch"):
+            SpeculatorModel.from_pretrained(tmp_path, dtype=wrong)
+    model.save_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert SpeculatorModel.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="holds a DSparkDraftModel, not a"):
         type("Other", (DFlashDraftModel,), {"config_class": None}).from_pretrained(tmp_path)
 
