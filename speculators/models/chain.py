@@ -210,9 +210,10 @@ class ChainModel(DraftModel):
         tokens = previous_position(batch.anchors, slot).clamp(max=batch.num_tokens - 1)
         embeds = self.embed_tokens(batch.input_ids[tokens])[:, None]
         rotation = self.rotary(slot_position(batch.anchor_positions, slot)[:, None], embeds.dtype)
+        before = list(context.slots)  # a layer that is computed again in the backward pass extends the same slots again
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-            context.slots[layer] = context.slots[layer].extended(k, v)
+            context.slots[layer] = before[layer].extended(k, v)
             return self._attend_slots(q, context.slots[layer], context, layer, attn_impl)
 
         return self.run_layers(state, embeds, rotation, [partial(attend, layer=i) for i in range(len(self.layers))])

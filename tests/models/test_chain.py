@@ -202,3 +202,16 @@ def test_a_row_without_documents_gives_no_states_but_a_graph(family: str) -> Non
     hidden = model.draft_hidden(PackedBatch.empty(len(LAYER_IDS), HIDDEN))
     assert hidden.shape == (0, STEPS, HIDDEN)
     hidden.sum().backward()
+
+
+@pytest.mark.parametrize("family", ["eagle3", "peagle"])
+def test_recomputed_activations_give_the_same_gradients(family: str) -> None:
+    gradients = []
+    for recomputed in (False, True):
+        model = chain_model(family).train()
+        model.gradient_checkpointing = recomputed
+        model.draft_hidden(packed_row(LENGTHS, ANCHORS)).square().sum().backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)

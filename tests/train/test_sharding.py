@@ -24,6 +24,7 @@ from speculators.train.optimizers import Optimizers, build_optimizers
 from speculators.train.sharding import average_gradients, clip_gradients, gathered, is_sharded, placed, release, spread, whole
 from speculators.train.validation import validation_sums
 from tests.models.small import HIDDEN, LAYER_IDS, VOCAB, draft_config, packed_row, verifier_config
+from tests.models.test_chain import chain_model
 from tests.train.helpers import settings
 
 #: Two layers, and two heads with tables; a projection with a single row leaves one process without any part of it.
@@ -31,7 +32,13 @@ VALUES: dict[str, Any] = {"markov_head_type": "rnn"}
 LOSS = LossConfig()
 
 
-def draft() -> Any:
+#: Families and whether their layers recompute their activations.
+CASES = [("dspark", False), ("dspark", True), ("eagle3", False), ("eagle3", True), ("peagle", False)]
+
+
+def draft(family: str = "dspark") -> Any:
+    if family != "dspark":
+        return chain_model(family, norm_before_fc=True).float().train()
     torch.manual_seed(0)
     config = draft_config("dspark", **VALUES)
     model: Any = SpeculatorModel.registered_model_class_from_config(config)(config)
@@ -54,9 +61,19 @@ def row(seed: int, anchors: list[int]) -> PackedBatch:
 ROWS = [[row(1, [1, 4, 11]), row(2, [2, 15])], [row(3, [3, 12]), None]]
 
 
-def denominators(model: Any) -> dict[str, float]:
+def rows_of(family: str) -> list[list[PackedBatch | None]]:
+    """The processes' micro-batches; P-EAGLE drops depths, differently on each."""
+    rows: list[list[PackedBatch | None]] = [list(process) for process in ROWS]
+    if family == "peagle":
+        for batch, depths in ((rows[0][0], [1, 3, 2]), (rows[0][1], [1, 1]), (rows[1][0], [4, 2])):
+            assert batch is not None
+            batch.depths = torch.tensor(depths)
+    return rows
+
+
+def denominators(model: Any, rows: list[list[PackedBatch | None]]) -> dict[str, float]:
     totals: dict[str, float] = {}
-    for batch in (batch for rows in ROWS for batch in rows if batch is not None):
+    for batch in (batch for process in rows for batch in process if batch is not None):
         for name, value in batch_denominators(batch, model.layout.max_draft_tokens, model.verifier_to_draft, LOSS).items():
             totals[name] = totals.get(name, 0.0) + value
     return totals
@@ -86,35 +103,33 @@ def main(folder: Path) -> None:
     """What each of the two processes does."""
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 2
-    for checkpointing in (False, True):
-        compare(folder, accelerator, checkpointing)
+    for family, checkpointing in CASES:
+        compare(folder, accelerator, family, checkpointing)
     # Together and with nothing left that belongs to the group, as the trainer ends.
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
-def compare(folder: Path, accelerator: Accelerator, checkpointing: bool) -> None:
-    rank = accelerator.process_index
-    reference, sharded = draft(), draft()
+def compare(folder: Path, accelerator: Accelerator, family: str, checkpointing: bool) -> None:
+    rank, batches = accelerator.process_index, rows_of(family)
+    reference, sharded = draft(family), draft(family)
     sharded.gradient_checkpointing = checkpointing
     wrapped = spread(sharded, accelerator, shard=True)
-    assert {name for name, value in sharded.named_parameters() if not is_sharded(value)} == {
-        "embed_tokens.weight",
-        "lm_head.weight",
-    }
+    frozen = {"lm_head.weight"} if family == "peagle" else {"embed_tokens.weight", "lm_head.weight"}
+    assert {name for name, value in sharded.named_parameters() if not is_sharded(value)} == frozen
     parts = sum(value.to_local().numel() for value in trainable(sharded).values())
     everything = sum(value.numel() for value in trainable(reference).values())
     assert parts < 0.6 * everything
     close(gathered(trainable(sharded), keep=True), {name: value.detach() for name, value in trainable(reference).items()}, 0.0)
 
-    over = denominators(reference)
+    over = denominators(reference, batches)
     filler = PackedBatch.filler(reference.layout.block_size, len(LAYER_IDS), HIDDEN)
     ours, theirs = steps(sharded, folder, True), steps(reference, folder, True)
     for _ in range(3):
-        for batch in (batch for rows in ROWS for batch in rows if batch is not None):
+        for batch in (batch for process in batches for batch in process if batch is not None):
             backward(reference, batch, over, 1.0)
-        for index, batch in enumerate(ROWS[rank]):
+        for index, batch in enumerate(batches[rank]):
             with average_gradients(wrapped, accelerator, now=index == 1):
                 backward(wrapped, batch or filler, over, 2.0 if batch is not None else 0.0)
         found = {name: whole(value.grad) for name, value in trainable(sharded).items()}
@@ -136,7 +151,7 @@ def compare(folder: Path, accelerator: Accelerator, checkpointing: bool) -> None
 
     with torch.no_grad():
         sums = [
-            model.eval().with_weights(lambda model=model: validation_sums(model, ROWS[0][0], teacher(), LOSS))
+            model.eval().with_weights(lambda model=model: validation_sums(model, batches[0][0], teacher(), LOSS))
             for model in (sharded, reference)
         ]
     release(wrapped)
