@@ -42,8 +42,16 @@ _NAMES: dict[VerifierPart, tuple[str, ...]] = {
         "wte.weight",
         "embed_in.weight",
         "embeddings.weight",
+        "embed.weight",
     ),
-    "lm_head": ("lm_head.weight", "output.weight", "llm.unembed.weight", "embed_out.weight", "output_layer.weight"),
+    "lm_head": (
+        "lm_head.weight",
+        "output.weight",
+        "llm.unembed.weight",
+        "embed_out.weight",
+        "output_layer.weight",
+        "head.weight",
+    ),
     "norm": (
         "model.norm.weight",
         "norm.weight",

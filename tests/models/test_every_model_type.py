@@ -6,11 +6,14 @@ A type that a new release of transformers adds is checked like the others; one t
 from __future__ import annotations
 
 import importlib
+import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING
+from transformers.core_model_loading import revert_weight_conversion
 
 from speculators.errors import VerifierError
 from speculators.models.verifier_weights import (
@@ -43,6 +46,24 @@ NO_DECODER = {
 #: Their logits are not their head's alone: a layer between (modernbert-decoder, opt), a model that drafts for another (the
 #: assistant), or a head inside another model (nemotron_h_omni).
 OTHER_HEADS = {"gemma4_unified_assistant", "modernbert-decoder", "nemotron_h_omni", "opt"}
+
+
+#: Their files hold the embedding in two tensors (molmo2), or cannot be named for a small model (inkling2).
+OTHER_FILES = {"inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text", "molmo2"}
+
+
+def check_names_on_disk(model: Any, parts: DecoderParts) -> None:
+    """The parts are found under the names that published files have, which may differ from the modules'."""
+    names = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings(), "norm": parts.norm}
+    if names["lm_head"].weight is names["embed_tokens"].weight:
+        del names["lm_head"]
+    state = {name: value for name, value in model.state_dict().items() if not re.search(r"(layers|h|blocks)\.\d", name)}
+    on_disk = dict.fromkeys(revert_weight_conversion(model, dict(state)), "file")
+    for part, module in names.items():
+        name = name_of(model, module) + ".weight"
+        if name in state:
+            (expected,) = revert_weight_conversion(model, {name: state[name]})
+            assert _find(on_disk, part) == expected
 
 
 def checked(model_type: str, parts: DecoderParts) -> nn.Module:
@@ -93,6 +114,8 @@ def test_norm_head_and_names(model_type: str) -> None:
         )
         if weight is not None:
             assert _find(index, "norm") == name_of(model, parts.norm) + ".weight"
+        if model_type not in OTHER_FILES:
+            check_names_on_disk(model, parts)
         states = torch.randn(1, 3, hidden_size)
         logits = logits_of(model, parts.base, head.weight, states)
         torch.testing.assert_close(head.full_logits(states), logits.float(), rtol=1e-3, atol=1e-3)
