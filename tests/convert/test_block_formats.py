@@ -11,65 +11,21 @@ import torch
 from speculators import SpeculatorModel
 from speculators.convert import convert_model
 from speculators.errors import ConfigError, VerifierError
+from tests.convert.checks import assumed, check_decoder, check_record, same_drafts
 from tests.convert.foreign import (
     FOREIGN_IDS,
     HIDDEN,
     IDS,
-    KEPT,
     MASK,
     VERIFIER_LAYERS,
     VOCAB,
     Random,
     deepspec_checkpoint,
     equal,
-    qwen3_keys,
     read,
-    vllm_dspark_checkpoint,
     write,
     zlab_checkpoint,
 )
-from tests.convert.reference import drafted, ours
-
-#: Contexts and newest tokens.
-ROUNDS = [((5, 9, 2, 33, 17, 40, 8), 12), ((7,), 1), ((61, 60, 3), 50), ((1, 1, 2, 9, 30), 44)]
-ROUNDS += [(tuple(range(3, 31)), anchor) for anchor in (60, 2, 25, 38)]
-
-
-def assumed(report: Any) -> dict[str, Any]:
-    return {assumption.key: assumption.value for assumption in report.notes.assumed}
-
-
-def same_drafts(source: Path, result: Path, verifier: str, **facts: Any) -> None:
-    """Foreign rules on the foreign file and our drafter on the converted one give the same tokens, which are not all one."""
-    config, tensors = read(source)
-    facts = {"foreign_ids": FOREIGN_IDS, "mask_token_id": MASK, "block_size": 5} | facts
-    expected = [drafted(config, tensors, verifier, prompt, anchor, **facts) for prompt, anchor in ROUNDS]
-    assert ours(result, verifier, ROUNDS) == expected
-    assert len({token for tokens in expected for token in tokens}) > 4
-
-
-def check_decoder(config: dict[str, Any], **changes: Any) -> None:
-    """The decoder of a converted config, key by key."""
-    decoder = config["transformer_layer_config"]
-    expected = {key: value for key, value in qwen3_keys().items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
-    expected |= {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "layer_types": ["full_attention"] * 2}
-    for key, value in (expected | changes).items():
-        assert decoder.get(key) == value, key
-
-
-def check_record(config: dict[str, Any], algorithm: str, tokens: int, verifier: str) -> None:
-    assert config["speculators_model_type"] == algorithm
-    assert config["speculators_config"] == {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-        ],
-        "verifier": {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]},
-    }
-    assert config["dtype"] == "bfloat16"
-    assert "auto_map" not in config
-
 
 # ---- DeepSpec ---------------------------------------------------------------------------------------------------------
 
@@ -299,72 +255,7 @@ def test_mask_token_by_option(verifier: str, tmp_path: Path) -> None:
     assert read(tmp_path / "ours")[0]["mask_token_id"] == 7
 
 
-# ---- vLLM's native DSpark ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("anchor_first", [True, False])
-def test_vllm_dspark_and_back(reduced: bool, anchor_first: bool, verifier: str, tmp_path: Path) -> None:
-    source, tensors = vllm_dspark_checkpoint(tmp_path / "theirs", reduced=reduced, sample_from_anchor=anchor_first)
-    report = convert_model(source, verifier, "dspark", tmp_path / "ours", "cpu")
-    config, written = read(tmp_path / "ours")
-    assert report.format == "vllm-dspark"
-    assert assumed(report) == {}
-    assert equal(written, tensors)
-    check_decoder(config)
-    check_record(config, "dspark", 5 if anchor_first else 4, verifier)
-    assert config["aux_hidden_state_layer_ids"] == IDS
-    assert config["sample_from_anchor"] is anchor_first
-    assert config["draft_vocab_size"] == (KEPT if reduced else VOCAB)
-    assert config["markov_rank"] == 6
-    assert config["enable_confidence_head"] is True
-    assert config["confidence_head_with_markov"] is True
-    same_drafts(source, tmp_path / "ours", verifier, anchor_first=anchor_first)
-
-    convert_model(tmp_path / "ours", output_path=tmp_path / "native", to="vllm-native")
-    native, back = read(tmp_path / "native")
-    assert equal(back, tensors)
-    theirs, _ = read(source)
-    for key, value in theirs.items():
-        if key not in ("rope_scaling", "torch_dtype"):
-            assert native[key] == value, key
-    convert_model(tmp_path / "native", verifier, output_path=tmp_path / "again")
-    assert read(tmp_path / "again")[0] == config
-
-
-def test_vllm_dspark_missing_keys_are_vllms(verifier: str, tmp_path: Path) -> None:
-    missing = dict.fromkeys(
-        ("sample_from_anchor", "rope_theta", "enable_confidence_head", "confidence_head_with_markov", "markov_head_type")
-    )
-    source, tensors = vllm_dspark_checkpoint(tmp_path / "theirs", draft_vocab_size=None, **missing)
-    report = convert_model(source, verifier, output_path=tmp_path / "ours")
-    config, written = read(tmp_path / "ours")
-    assert config["sample_from_anchor"] is True
-    assert config["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 1e6
-    assert config["enable_confidence_head"] is False
-    assert equal(written, {name: value for name, value in tensors.items() if "confidence" not in name})
-    assert assumed(report) == {
-        "rope_theta": 1e6,
-        "sample_from_anchor": True,
-        "draft_vocab_size": VOCAB,
-        "enable_confidence_head": False,
-        "markov_head_type": "vanilla",
-    }
-    assert any("confidence head was left out" in line for line in report.lines())
-
-
-@pytest.mark.parametrize(("kind", "rank"), [("gated", 6), ("rnn", 6), ("vanilla", 0)])
-def test_vllm_runs_vanilla_markov_heads_only(kind: str, rank: int, verifier: str, tmp_path: Path) -> None:
-    source, _ = deepspec_checkpoint(tmp_path / "theirs", kind=kind, rank=rank, confidence=False, with_markov=False)
-    with pytest.raises(ConfigError, match="vanilla Markov heads only"):
-        convert_model(source, verifier, "dspark", tmp_path / "native", to="vllm-native")
-
-
-def test_anchor_first_dflash_has_no_native_form(verifier: str, tmp_path: Path) -> None:
-    source, _ = deepspec_checkpoint(tmp_path / "theirs", rank=0, confidence=False, with_markov=False)
-    with pytest.raises(ConfigError, match="vLLM drafts DFlash blocks fill-in only"):
-        convert_model(source, verifier, "dflash", tmp_path / "native", to="vllm-native")
-    assert list(tmp_path.iterdir()) == [tmp_path / "theirs"]
+# ---- any format ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("shards", "pickled"), [(3, False), (1, True)])

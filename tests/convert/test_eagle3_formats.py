@@ -9,6 +9,7 @@ import pytest
 
 from speculators.convert import convert_model
 from speculators.errors import ConfigError
+from tests.convert.checks import ROUNDS, assumed, check_decoder, check_record
 from tests.convert.foreign import (
     HEADS,
     HIDDEN,
@@ -23,7 +24,6 @@ from tests.convert.foreign import (
 )
 from tests.convert.reference import ours
 from tests.convert.reference_chain import drafted_chain
-from tests.convert.test_block_formats import ROUNDS, assumed, check_decoder, check_record
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 #: Of the verifier's six layers.

@@ -16,9 +16,9 @@ from speculators import SpeculatorModel
 from speculators.convert import convert_model, stitch_mtp
 from speculators.errors import ConfigError, VerifierError
 from speculators.sampling import SamplingParams
+from tests.convert.checks import assumed
 from tests.convert.foreign import HIDDEN, VOCAB, Random, equal, read, write
 from tests.convert.mtp import EXPERT_SIZE, EXPERTS
-from tests.convert.test_block_formats import assumed
 from tests.convert.test_stitch import all_tensors
 
 #: Model type of the verifier -> transformers' module, prefix of its classes, and how its files hold experts.

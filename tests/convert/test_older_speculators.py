@@ -10,6 +10,7 @@ import pytest
 from speculators import SpeculatorModel
 from speculators.convert import convert_model, maybe_convert_external_checkpoint
 from speculators.errors import ConfigError, VerifierError
+from tests.convert.checks import ROUNDS, assumed, check_decoder, check_record
 from tests.convert.foreign import (
     HIDDEN,
     IDS,
@@ -27,7 +28,6 @@ from tests.convert.foreign import (
 )
 from tests.convert.reference import drafted, ours
 from tests.convert.reference_chain import drafted_chain
-from tests.convert.test_block_formats import ROUNDS, assumed, check_decoder, check_record
 
 
 @pytest.mark.parametrize("family", ["dspark", "dflash"])
