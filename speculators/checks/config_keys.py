@@ -143,6 +143,15 @@ _REQUIRED = {
     "peagle": ("mask_token_id",),
 }
 
+_OF_EAGLE: dict[str, str | None] = {
+    "draft_vocab_size": None,
+    "norm_before_residual": "true",
+    "norm_before_fc": None,
+    "fc_norm": None,
+    "norm_output": None,
+    "embed_requires_grad": None,
+}
+
 #: Keys with a default, and what vLLM assumes where it is known to differ from the default; None: not known to differ.
 _DEFAULTED: dict[str, dict[str, str | None]] = {
     "dflash": {
@@ -160,6 +169,8 @@ _DEFAULTED: dict[str, dict[str, str | None]] = {
         "enable_confidence_head": "false (no confidence head)",
         "confidence_head_with_markov": "false (a confidence head that reads no Markov embedding)",
     },
+    "eagle3": _OF_EAGLE,
+    "peagle": _OF_EAGLE,
 }
 
 #: Keys that say nothing without a confidence head.

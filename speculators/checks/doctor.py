@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speculators.checks.chains import check_chains
 from speculators.checks.checkpoint import read_checkpoint
 from speculators.checks.config_keys import check_config, check_whole_config
 from speculators.checks.facts import CheckpointFacts
@@ -86,7 +87,7 @@ def examine(
     diagnosis.add(facts.raw.findings)
     diagnosis.add(_find_verifier(facts, verifier))
     diagnosis.verifier = facts.verifier.name if facts.verifier is not None else None
-    for check in (check_config, check_layers, check_vocabulary, check_serving):
+    for check in (check_config, check_layers, check_vocabulary, check_chains, check_serving):
         diagnosis.add(check(facts))
     progress("looking at the tensors")
     diagnosis.add(check_tensors(facts, diagnosis.ids))

@@ -12,10 +12,13 @@ from speculators.checks.verifier import VerifierFacts
 from speculators.config import SpeculatorModelConfig
 from speculators.layout import BlockLayout
 
-__all__ = ["BLOCK_FAMILIES", "LAYER_ID_KEYS", "CheckpointFacts", "integer", "rope_of"]
+__all__ = ["BLOCK_FAMILIES", "EAGLE_FAMILIES", "LAYER_ID_KEYS", "CheckpointFacts", "integer", "rope_of"]
 
 #: Families that draft a whole block in one pass, by :mod:`speculators.layout`.
 BLOCK_FAMILIES = frozenset({"dflash", "dspark"})
+
+#: Families that draft as EAGLE-3 does, slot by slot.
+EAGLE_FAMILIES = frozenset({"eagle3", "peagle"})
 
 #: Key of the captured layers' ids, which differs between families.
 LAYER_ID_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
@@ -74,6 +77,10 @@ class CheckpointFacts:
     @property
     def drafts_blocks(self) -> bool:
         return self.family in BLOCK_FAMILIES
+
+    @property
+    def reads_like_eagle(self) -> bool:
+        return self.family in EAGLE_FAMILIES
 
     @cached_property
     def config_class(self) -> type[SpeculatorModelConfig] | None:

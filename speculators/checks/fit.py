@@ -170,7 +170,8 @@ def _settings(facts: CheckpointFacts) -> Iterator[Finding]:
             yield ROPE_THETA.found(f"the draft's is {rope['rope_theta']:g}, the verifier's {own.get('rope_theta'):g}")
         if _scaling(rope) != _scaling(own):
             yield ROPE_SCALING.found(f"the draft's is {_scaling(rope)}, the verifier's {_scaling(own)}")
-    if decoder.get("head_dim") is not None and decoder["head_dim"] != usual.head_dim:
+    latent = "kv_lora_rank" in decoder
+    if not latent and decoder.get("head_dim") is not None and decoder["head_dim"] != usual.head_dim:
         yield HEAD_DIM.found(f"the draft's is {decoder['head_dim']}, one of this verifier has {usual.head_dim}")
     if decoder.get("rms_norm_eps") is not None and float(decoder["rms_norm_eps"]) != float(usual.rms_norm_eps):
         yield EPS.found(f"the draft's is {decoder['rms_norm_eps']:g}, the verifier's {usual.rms_norm_eps:g}")
@@ -196,6 +197,10 @@ def _frozen(facts: CheckpointFacts, known: frozenset[str]) -> Iterator[Finding]:
         ("embed_tokens.weight", "embed_tokens", EMBEDDING),
         ("lm_head.weight", "lm_head", HEAD),
     ):
+        if part == "embed_tokens" and facts.value("embed_requires_grad"):
+            continue  # trained, and so the draft's own
+        if part == "lm_head" and not facts.drafts_blocks:
+            continue  # EAGLE repositories train it
         tables_wrong = part == "lm_head" and any(id_.startswith(("d2t-", "t2d-", "lm-head-")) for id_ in known)
         if not raw.readable(name) or tables_wrong or "tensor-not-finite" in known:
             continue

@@ -113,7 +113,7 @@ def check_layers(facts: CheckpointFacts) -> Iterator[Finding]:
     if facts.family is None or facts.family == "mtp":
         return
     ids, native, key = facts.layer_ids, facts.config.get("target_layer_ids"), facts.layer_id_key
-    if facts.config.get(key) is None:
+    if facts.config.get(key) is None:  # absent altogether: a required key of blocks, an open choice of chains
         if native is not None:
             yield NATIVE_KEY.found(f"target_layer_ids {native} and no {key}")
         return

@@ -1,9 +1,9 @@
-"""The readings of a block draft: the config's own, and those that trainers and engines have been seen to take by mistake."""
+"""The readings of a draft: the config's own, and those that trainers and engines have been seen to take by mistake."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -87,6 +87,20 @@ MARKOV = Kind(
     "The head was never trained, belongs to another draft, or is read in the wrong vocabulary (W1 verifier ids, W2 draft ids).",
     "Take the head of the training, or drop it with `markov_rank` 0.",
 )
+RESIDUAL = Kind(
+    "trained-other-residual",
+    "error",
+    "Drafted text fits the other value of `norm_before_residual` better.",
+    "Served as written, the first layer's residual is another state than in training.",
+    "Flip `norm_before_residual`; vLLM takes true where the key is absent, upstream false.",
+)
+OUTPUT = Kind(
+    "trained-other-output-norm",
+    "error",
+    "Drafted text fits the other value of `norm_output` better.",
+    "Served as written, every token after the first is drafted from another state than in training.",
+    "Flip `norm_output`.",
+)
 LOW = Kind(
     "acceptance-low",
     "warning",
@@ -125,6 +139,8 @@ KINDS = (
     CAUSALITY,
     WINDOW,
     MARKOV,
+    RESIDUAL,
+    OUTPUT,
     LOW,
     FEW_ROWS,
     NOT_REBUILT,
@@ -139,6 +155,15 @@ DEGENERATE = 0.5
 
 
 @dataclass(frozen=True)
+class Swap:
+    """An attribute of a model, or of a part of it, and another value for it."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
 class Reading:
     """One way to read a checkpoint; what is not set is as the config says."""
 
@@ -149,10 +174,9 @@ class Reading:
     layer_shift: int = 0
     normed: tuple[int, ...] = ()  #: places in the layer ids whose features go through the verifier's final norm
     targets: Literal["as they are", "unnormed", "normed twice"] = "as they are"
-    rotary: RotaryEmbedding | None = None
     position_shift: int = 0
-    windows: tuple[LayerWindow, ...] | None = None
     markov: bool = True
+    swaps: tuple[Swap, ...] = ()  #: parts of the model that are others under this reading
 
     def degenerate(self, trial: Trial) -> bool:
         """Whether this reading's targets are too plain to be judged by."""
@@ -160,26 +184,26 @@ class Reading:
 
 
 class ReadDraft:
-    """A block draft under a reading, as :class:`speculators.decoding.replay.ReplayModel`."""
+    """A draft under a reading, as :class:`speculators.decoding.replay.ReplayModel`."""
 
     def __init__(self, model: Any, reading: Reading) -> None:
         self.model = model
         self.reading = reading
         self.draft_vocab_size: int = model.draft_vocab_size
-        self.layout: BlockLayout = reading.layout or model.layout
+        self.layout: Any = reading.layout or model.layout
         heads = model.heads
         self.heads = heads if reading.markov else DraftHeads(heads.lm_head)
         self.draft_to_verifier = model.draft_to_verifier
         self.verifier_to_draft = model.verifier_to_draft
 
     def draft_hidden(self, batch: PackedBatch, num_slots: int | None = None) -> Tensor:
-        """See :meth:`speculators.models.dflash.DFlashDraftModel.draft_hidden`; the batch's features are the reading's."""
-        model = self.model
-        assert batch.features is not None
-        with _swapped(model, rotary=self.reading.rotary, windows=self.reading.windows):
-            return model.run_blocks(
-                model.embed_blocks(batch.anchor_ids, num_slots or self.layout.block_size),
-                model.context(batch.features),
+        """See :meth:`speculators.models.family.DraftModel.draft_hidden`; the batch's features are the reading's."""
+        with _swapped(self.reading.swaps):
+            if not self.reading.position_shift:
+                return self.model.draft_hidden(batch, num_slots or self.layout.block_size)
+            return self.model.run_blocks(
+                self.model.embed_blocks(batch.anchor_ids, num_slots or self.layout.block_size),
+                self.model.context(batch.features),
                 batch.position_ids,
                 batch.anchors,
                 batch.anchor_positions + self.reading.position_shift,
@@ -188,16 +212,16 @@ class ReadDraft:
 
 
 @contextmanager
-def _swapped(model: Any, **parts: Any) -> Iterator[None]:
-    """``model`` with other parts inside this context; None leaves one alone."""
-    kept = {name: getattr(model, name) for name, part in parts.items() if part is not None}
+def _swapped(swaps: Sequence[Swap]) -> Iterator[None]:
+    """Other parts inside this context."""
+    kept = [Swap(swap.owner, swap.name, getattr(swap.owner, swap.name)) for swap in swaps]
     try:
-        for name in kept:
-            setattr(model, name, parts[name])
+        for swap in swaps:
+            setattr(swap.owner, swap.name, swap.value)
         yield
     finally:
-        for name, part in kept.items():
-            setattr(model, name, part)
+        for swap in kept:
+            setattr(swap.owner, swap.name, swap.value)
 
 
 def readings_of(
@@ -205,29 +229,33 @@ def readings_of(
 ) -> tuple[Reading, list[Reading]]:
     """The config's own reading and the wrong ones that differ from it.
 
-    :param model: a DFlash or DSpark draft.
+    :param model: a draft of any family.
     :param longest_row: tokens; windows that no row fills are not tried.
     """
-    layout: BlockLayout = model.layout
-    own = Reading("the config", f"{layout.name} layout, layer ids {list(model.target_layer_ids)}, as config.json says")
-    wrong = []
-    if layout.block_size > 1:
-        other = BlockLayout(layout.block_size, not layout.sample_from_anchor)
-        wrong.append(Reading(f"the {other.name} layout", f"blocks in the {other.name} layout", LAYOUT, layout=other))
-    for shift in (-1, 1):
-        ids = [k + shift for k in model.target_layer_ids]
-        if facts.verifier is None or (min(ids) >= 0 and max(ids) <= facts.verifier.num_layers):
-            wrong.append(Reading(f"layer ids {shift:+d}", f"layer ids {ids}", LAYERS, layer_shift=shift))
-    wrong += _norm_readings(model, teacher, facts)
+    own = Reading("the config", f"{model.layout.name}, layer ids {list(model.target_layer_ids)}, as config.json says")
+    wrong = [*_layout_readings(model), *_layer_readings(model, facts), *_norm_readings(model, teacher, facts)]
     wrong += _rope_readings(model, facts)
-    for shift in (-1, 1):
-        where = "before" if shift < 0 else "after"
-        text = f"blocks one position {where} the anchor's"
-        wrong.append(Reading(f"positions {shift:+d}", text, POSITIONS, position_shift=shift))
-    wrong += _window_readings(model, longest_row)
+    if isinstance(model.layout, BlockLayout):
+        wrong += _block_readings(model, longest_row)
+    else:
+        wrong += _chain_readings(model)
     if getattr(model, "markov_head", None) is not None:
         wrong.append(Reading("no Markov head", "logits without the Markov head's term", MARKOV, markov=False))
     return own, wrong
+
+
+def _layout_readings(model: Any) -> Iterator[Reading]:
+    layout = model.layout
+    if isinstance(layout, BlockLayout) and layout.block_size > 1:
+        other = BlockLayout(layout.block_size, not layout.sample_from_anchor)
+        yield Reading(f"the {other.name} layout", f"blocks in the {other.name} layout", LAYOUT, layout=other)
+
+
+def _layer_readings(model: Any, facts: CheckpointFacts) -> Iterator[Reading]:
+    for shift in (-1, 1):
+        ids = [k + shift for k in model.target_layer_ids]
+        if min(ids) >= 0 and (facts.verifier is None or max(ids) <= facts.verifier.num_layers):
+            yield Reading(f"layer ids {shift:+d}", f"layer ids {ids}", LAYERS, layer_shift=shift)
 
 
 def _norm_readings(model: Any, teacher: VerifierHead, facts: CheckpointFacts) -> Iterator[Reading]:
@@ -257,17 +285,34 @@ def _rope_readings(model: Any, facts: CheckpointFacts) -> Iterator[Reading]:
             continue
         changed = copy.deepcopy(decoder)
         changed.rope_parameters = dict(changed.rope_parameters or {}) | {"rope_theta": theta}
-        rotary = RotaryEmbedding(changed).to(model.norm.weight.device)
-        yield Reading(f"rope theta {theta:g}", f"rope_theta {theta:g} ({whose})", ROPE, rotary=rotary)
+        rotary = RotaryEmbedding(changed).to(model.embed_tokens.weight.device)
+        swaps = (Swap(model, "rotary", rotary),)
+        yield Reading(f"rope theta {theta:g}", f"rope_theta {theta:g} ({whose})", ROPE, swaps=swaps)
 
 
-def _window_readings(model: Any, longest_row: int) -> Iterator[Reading]:
+def _block_readings(model: Any, longest_row: int) -> Iterator[Reading]:
+    for shift in (-1, 1):
+        where = "before" if shift < 0 else "after"
+        text = f"blocks one position {where} the anchor's"
+        yield Reading(f"positions {shift:+d}", text, POSITIONS, position_shift=shift)
     windows: tuple[LayerWindow, ...] = model.windows
     for causal, name in ((True, "causal"), (False, "bidirectional")):
         changed = tuple(replace(window, causal_block=causal) for window in windows)
         if changed != windows:
             text = f"{name} attention inside the block in every layer"
-            yield Reading(f"{name} blocks", text, CAUSALITY, windows=changed)
-    open_ = tuple(replace(window, window=None) for window in windows)
+            yield Reading(f"{name} blocks", text, CAUSALITY, swaps=(Swap(model, "windows", changed),))
     if any(window.window is not None and window.window < longest_row for window in windows):
-        yield Reading("no window", "full attention in every layer", WINDOW, windows=open_)
+        full = tuple(replace(window, window=None) for window in windows)
+        yield Reading("no window", "full attention in every layer", WINDOW, swaps=(Swap(model, "windows", full),))
+
+
+def _chain_readings(model: Any) -> Iterator[Reading]:
+    config, first = model.config, model.layers[0]
+    if hasattr(config, "norm_before_residual"):
+        other = not config.norm_before_residual
+        text = f"norm_before_residual {str(other).lower()}"
+        yield Reading("the other residual", text, RESIDUAL, swaps=(Swap(first, "norm_before_residual", other),))
+    if hasattr(config, "norm_output") and model.layout.recurrent:
+        other = not config.norm_output
+        text = f"norm_output {str(other).lower()}"
+        yield Reading("the other output", text, OUTPUT, swaps=(Swap(config, "norm_output", other),))

@@ -92,8 +92,6 @@ def compare_readings(
     :raises DataError: the prompts cannot be used.
     :raises VerifierError: the verifier cannot be run.
     """
-    if not facts.drafts_blocks:
-        return _untried(f"drafts of the family {facts.family} are not tried under wrong readings")
     try:
         trial = prepare_trial(facts, verifier, data, settings, progress)
     except ConfigError as error:

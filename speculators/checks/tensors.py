@@ -94,6 +94,8 @@ _EXPLAINED = {
     "markov_head.markov_w2.weight": "markov-w2-rows",
     "confidence_head.proj.weight": "confidence-width",
     "fc.weight": "feature-width-mismatch",
+    "input_norm.weight": "feature-width-mismatch",
+    "mask_hidden": "feature-width-mismatch",
 }
 
 #: Faults of the config from which wrong shapes follow.
@@ -117,13 +119,16 @@ def check_tensors(facts: CheckpointFacts, known: frozenset[str] = frozenset()) -
         return
     shapes, optional = expected
     present = facts.raw.tensors
-    missing = sorted(set(shapes) - set(present) - set(_BORROWED) - set(_TABLES) - optional)
+    borrowed = set(_BORROWED[1:] if facts.value("embed_requires_grad") else _BORROWED)
+    missing = sorted(set(shapes) - set(present) - borrowed - set(_TABLES) - optional - _explained_absences(known, shapes))
     if missing and facts.raw.complete:
         yield MISSING.found(f"absent: {_names(missing)}")
     superfluous = sorted(name for name in present if name.startswith(_SUPERFLUOUS))
     if superfluous:
         yield SUPERFLUOUS.found(f"there are {_names(superfluous)}")
     unexpected = sorted(set(present) - set(shapes) - set(superfluous) - set(_TABLES))
+    if "midlayer-names" in known:
+        unexpected = [name for name in unexpected if not name.startswith("midlayer.")]
     if unexpected:
         yield UNEXPECTED.found(f"not asked for: {_names(unexpected)}")
     if known & _OF_CONFIG:
@@ -135,6 +140,12 @@ def check_tensors(facts: CheckpointFacts, known: frozenset[str] = frozenset()) -
     ]
     if wrong:
         yield SHAPE.found("; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""))
+
+
+def _explained_absences(known: frozenset[str], shapes: dict[str, tuple[int, ...]]) -> set[str]:
+    """Tensors of whose absence another finding tells."""
+    names = {"mask_hidden"} if "mask-hidden-missing" in known else set()
+    return names | ({name for name in shapes if name.startswith("layers.0.")} if "midlayer-names" in known else set())
 
 
 def _names(names: list[str]) -> str:

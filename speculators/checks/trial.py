@@ -23,6 +23,7 @@ from speculators.data.rows import Row
 from speculators.decoding.prediction import AcceptancePrediction
 from speculators.decoding.replay import replay_row
 from speculators.errors import DataError, VerifierError
+from speculators.layout import BlockLayout
 from speculators.models.base import SpeculatorModel
 from speculators.models.verifier_weights import VerifierHead, has_rms_norm
 from speculators.sampling import SamplingParams
@@ -126,7 +127,8 @@ def prepare_trial(
     ).to(verifier.device)
     states = [_row_states(row, fetched, verifier) for row, fetched in zip(rows, source.fetch(rows), strict=True)]
     layout = draft.layout
-    n = layout.block_size - 1 if layout.block_size > 1 else layout.max_draft_tokens  # a number that both layouts can draft
+    both = isinstance(layout, BlockLayout) and layout.block_size > 1  # then a number that either layout can draft
+    n = layout.block_size - 1 if both else layout.max_draft_tokens
     return Trial(draft, teacher, states, captured, n, settings.max_new_tokens, verifier.eos_ids)
 
 

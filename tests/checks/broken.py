@@ -66,6 +66,16 @@ def tensor(name: str, new: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda folder: change_tensors(folder, lambda tensors: tensors.update({name: new(tensors[name].clone())}))
 
 
+def renamed(old: str, new: str) -> Change:
+    """Give tensors another prefix."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(old)]:
+            tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+    return lambda folder: change_tensors(folder, change)
+
+
 def without(*names: str) -> Change:
     return lambda folder: change_tensors(folder, lambda tensors: [tensors.pop(name) for name in names])
 
@@ -143,8 +153,10 @@ def move_one(t2d: torch.Tensor) -> torch.Tensor:
     return t2d
 
 
+EAGLE_LAYERS, Q_PROJ = "eagle_aux_hidden_state_layer_ids", "layers.0.self_attn.q_proj.weight"
 DECODER = "transformer_layer_config"
 VERIFIER, PROPOSAL = ("speculators_config", "verifier"), ("speculators_config", "proposal_methods", 0)
+LATENT = {"made_for": "latent", "decoder": {"draft_arch": "deepseek_v3"}}
 SLIDING = {"decoder": {"sliding_window": 32}}
 MIXED = {"decoder": {"sliding_window": 32, "full_attention_indices": [0]}, "sliding_window_non_causal": True}
 
@@ -241,6 +253,23 @@ BROKEN = [
         "W2 in verifier ids", "markov-w2-rows", tensor("markov_head.markov_w2.weight", lambda old: old.repeat(2, 1)[:VOCAB])
     ),
     Broken("confidence without Markov", "confidence-width", put("confidence_head_with_markov", value=False)),
+    # EAGLE-3 and P-EAGLE
+    Broken("no residual norm", "key-missing-engines-differ", drop("norm_before_residual"), "eagle3"),
+    Broken("an EAGLE repository's names", "midlayer-names", renamed("layers.0.", "midlayer."), "eagle3"),
+    Broken("both norms", "norms-before-fc-both", put("fc_norm", value=True), "eagle3"),
+    Broken("a trained embedding lost", "tensor-missing", without("embed_tokens.weight"), "peagle"),
+    Broken("no mask state", "mask-hidden-missing", without("mask_hidden"), "peagle"),
+    Broken("no mask token in P-EAGLE", "required-key-missing", drop("mask_token_id"), "peagle"),
+    Broken("a norm that vLLM ignores", "peagle-norms-ignored", put("norm_output", value=True), "peagle"),
+    Broken("latent attention", "mla-needs-native-config", family="eagle3", build=LATENT),
+    Broken("layers left open", "layer-ids-left-open", put(EAGLE_LAYERS, value=None), "eagle3"),
+    Broken("four layers of three", "feature-width-mismatch", put(EAGLE_LAYERS, value=[2, 4, 5, 7]), "eagle3"),
+    Broken(
+        "a narrow first layer",
+        "tensor-shape",
+        tensor(Q_PROJ, lambda old: old[:, :HIDDEN]),
+        "eagle3",
+    ),
     # tensors
     Broken("no final norm", "tensor-missing", without("norm.weight")),
     Broken("a foreign tensor", "tensor-unexpected", added("midlayer.self_attn.q_proj.weight", 2, 2)),

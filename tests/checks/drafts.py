@@ -11,18 +11,23 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.config import VerifierConfig
 from speculators.models.draft_config import build_draft_config
+from tests.verifiers.models import COMMON
+from tests.verifiers.models import FAMILIES as VERIFIERS
 
-#: Families with the fields that a good checkpoint of each gets beside those of :data:`COMMON`.
+#: Families with the fields that a good checkpoint of each gets beside those of :data:`OF_BLOCKS` or :data:`OF_CHAINS`.
 FAMILIES: dict[str, dict[str, Any]] = {
     "dspark": {"markov_rank": 8},
     "dflash": {},
+    "eagle3": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "peagle": {"norm_before_residual": True, "mask_token_id": 3},
 }
-COMMON = {"block_size": 8, "aux_hidden_state_layer_ids": [2, 4, 5], "mask_token_id": 3}
+OF_BLOCKS = {"block_size": 8, "aux_hidden_state_layer_ids": [2, 4, 5], "mask_token_id": 3}
+OF_CHAINS = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "speculative_tokens": 4}
 VOCAB, KEPT, HIDDEN = 64, 40, 32
 
 
@@ -51,13 +56,14 @@ def good_checkpoint(
     """
     SpeculatorModelConfig.registered_classes()
     config_class: Any = SpeculatorModelConfig.registry[family]
+    common = OF_BLOCKS if family in ("dspark", "dflash") else OF_CHAINS
     shape = {"num_layers": 2, "sliding_window": 0, **(decoder or {})}
     built = build_draft_config(AutoConfig.from_pretrained(verifier), **shape)
     built.update(change_decoder or {})
     config = config_class.build(
         built,
         VerifierConfig.from_pretrained(verifier),
-        **({"draft_vocab_size": KEPT if reduced else VOCAB} | COMMON | FAMILIES[family] | values),
+        **({"draft_vocab_size": KEPT if reduced else VOCAB} | common | FAMILIES[family] | values),
     )
     t2d = kept_ids()
     d2t = t2d.nonzero().squeeze(-1) - torch.arange(KEPT)
@@ -68,6 +74,15 @@ def good_checkpoint(
     if tables:
         whole = torch.zeros(VOCAB, dtype=torch.long)
         change_tensors(folder, lambda tensors: tensors.update(d2t=whole, t2d=torch.ones(VOCAB, dtype=torch.bool)))
+    return folder
+
+
+def latent_verifier(folder: Path) -> Path:
+    """Write a tiny verifier with latent attention and experts, of eight layers."""
+    sizes = COMMON | VERIFIERS["deepseek_v3"] | {"num_hidden_layers": 8}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **sizes)).save_pretrained(folder)
     return folder
 
 

@@ -13,7 +13,7 @@ import pytest
 from speculators.__main__ import main
 from speculators.checks.catalogue import CATALOGUE
 from tests.checks.broken import BROKEN, Broken
-from tests.checks.drafts import FAMILIES, config_of, good_checkpoint
+from tests.checks.drafts import FAMILIES, config_of, good_checkpoint, latent_verifier
 from tests.tiny import tiny_verifier
 
 LEVEL = {kind.id: kind.level for kinds in CATALOGUE.values() for kind in kinds}
@@ -25,15 +25,16 @@ Make = Callable[..., Path]
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Makes a good checkpoint, each kind once."""
     root = tmp_path_factory.mktemp("good")
-    verifier = tiny_verifier(root, layers=8)
+    tiny_verifier(root, layers=8)
     tiny_verifier(root, layers=8, hidden=48, name="wide")
     tiny_verifier(root, layers=8, vocab=80, name="wordy")
+    latent_verifier(root / "latent")
     made: dict[str, Path] = {}
 
-    def good(family: str, verifier_name: str = "verifier", **build: Any) -> Path:
-        key = f"{family} {sorted(build.items())}"
+    def good(family: str, verifier_name: str = "verifier", made_for: str = "verifier", **build: Any) -> Path:
+        key = f"{family} {made_for} {sorted(build.items())}"
         if key not in made:
-            made[key] = good_checkpoint(verifier, root / str(len(made)), family, **build)
+            made[key] = good_checkpoint(root / made_for, root / str(len(made)), family, **build)
         if verifier_name == "verifier":
             return made[key]
         folder = root / f"{len(made)} of {verifier_name}"

@@ -1,0 +1,77 @@
+"""Chain drafts (EAGLE-3, P-EAGLE): their norms, names and masks, and what vLLM makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from speculators.checks.facts import CheckpointFacts
+from speculators.checks.findings import Finding, Kind
+
+__all__ = ["KINDS", "check_chains"]
+
+MIDLAYER = Kind(
+    "midlayer-names",
+    "error",
+    "The decoder layer is called `midlayer`, as in EAGLE repositories.",
+    "vLLM reads it as layers.0; upstream and this library do not.",
+    "Convert the draft with `speculators convert`.",
+)
+NORMS_BOTH = Kind(
+    "norms-before-fc-both",
+    "error",
+    "`norm_before_fc` and `fc_norm` are both true.",
+    "They exclude each other: one norm over all states, or one per layer.",
+    "Switch off the one whose weights are not in the file (input_norm, or fc_norm.j).",
+)
+MASK_HIDDEN = Kind(
+    "mask-hidden-missing",
+    "error",
+    "A P-EAGLE draft without `mask_hidden`.",
+    "vLLM and this library refuse it: later slots have no state to read.",
+    "Take the tensor of the training, [1, 1, layers * hidden size].",
+)
+NORMS_IGNORED = Kind(
+    "peagle-norms-ignored",
+    "warning",
+    "A P-EAGLE draft with `fc_norm` or `norm_output`.",
+    "vLLM does not hand these keys on for P-EAGLE, and so runs another network.",
+    "Serve with this library's decoder, or train without them.",
+)
+LATENT = Kind(
+    "mla-needs-native-config",
+    "note",
+    "A draft with latent attention (MLA).",
+    "vLLM's speculators loader knows llama and qwen3 decoders only; it serves MLA drafts from its native flat config.",
+    "Write that form with `speculators convert --to vllm-native` before serving.",
+)
+LAYERS_OPEN = Kind(
+    "layer-ids-left-open",
+    "warning",
+    "`eagle_aux_hidden_state_layer_ids` is absent or null.",
+    "Readers take [2, n // 2, n - 3] of the verifier's n layers, right only if the draft was trained on these.",
+    "Write the ids of the training.",
+)
+KINDS = (MIDLAYER, NORMS_BOTH, MASK_HIDDEN, NORMS_IGNORED, LATENT, LAYERS_OPEN)
+
+
+def check_chains(facts: CheckpointFacts) -> Iterator[Finding]:
+    """Faults of EAGLE-3 and P-EAGLE drafts; nothing for other families."""
+    if not facts.reads_like_eagle:
+        return
+    tensors = facts.raw.tensors
+    midlayer = sorted(name for name in tensors if name.startswith("midlayer."))
+    if midlayer:
+        yield MIDLAYER.found(f"{len(midlayer)} tensors such as {midlayer[0]}")
+    if facts.value("norm_before_fc") and facts.value("fc_norm"):
+        yield NORMS_BOTH.found("norm_before_fc and fc_norm are true")
+    if facts.decoder.get("model_type") == "deepseek_v3":
+        yield LATENT.found("the decoder's model_type is deepseek_v3")
+    if facts.config.get(facts.layer_id_key) is None and "target_layer_ids" not in facts.config:
+        yield LAYERS_OPEN.found(f"{facts.layer_id_key} is {'null' if facts.layer_id_key in facts.config else 'absent'}")
+    if facts.family != "peagle":
+        return
+    if "mask_hidden" not in tensors and facts.raw.complete:
+        yield MASK_HIDDEN.found("the file holds no mask_hidden")
+    ignored = [key for key in ("fc_norm", "norm_output") if facts.value(key)]
+    if ignored:
+        yield NORMS_IGNORED.found(f"{' and '.join(ignored)} {'are' if len(ignored) > 1 else 'is'} true")
