@@ -1,4 +1,7 @@
-"""A DSpark draft for verifiers of Kimi's kind, latent attention and experts: trained, then decoded losslessly."""
+"""A DSpark draft for tiny verifiers of the kinds in ``examples/``: trained, then decoded losslessly.
+
+Kimi's have latent attention and experts; Gemma 4's layers have heads of two sizes, sliding windows and a soft cap.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +74,37 @@ VISION = {
     "pos_emb_height": 4,
     "pos_emb_width": 4,
 }
+GEMMA: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 5.0,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+}
 ANSWER = 30
 
 
-def latent_verifier(kind: str, folder: Path) -> Path:
-    """``deepseek_v3``, or the same inside ``kimi_k25``, a model with images, under the names of Kimi's own files."""
+def published_verifier(kind: str, folder: Path) -> Path:
+    """``deepseek_v3``, the same inside ``kimi_k25``, a model with images, under the names of Kimi's own files, or Gemma 4."""
     torch.manual_seed(1)
-    if kind == "deepseek_v3":
+    if kind == "gemma4_unified":
+        text = {"model_type": "gemma4_unified_text", **GEMMA}
+        vision = {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8}
+        model: Any = AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[kind](text_config=text, vision_config=vision, audio_config={"audio_embed_dim": 16})
+        )
+    elif kind == "deepseek_v3":
         model: Any = AutoModelForCausalLM.from_config(
             CONFIG_MAPPING[kind](**{k: v for k, v in TEXT.items() if k != "model_type"})
         )
@@ -102,9 +129,11 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("deepseek_v3", "anchor-first"), ("kimi_k25", "fill-in")])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("deepseek_v3", "anchor-first"), ("kimi_k25", "fill-in"), ("gemma4_unified", "anchor-first")]
+)
 def test_a_draft_trains_and_decodes(kind: str, layout: str, tmp_path: Path) -> None:
-    path = latent_verifier(kind, tmp_path)
+    path = published_verifier(kind, tmp_path)
     verifier = load_verifier(path)
     prompts = [row.input_ids[:8].tolist() for row in random_rows(4, seed=3)]
     answers = dict(generate_answers(verifier, prompts, ANSWER, SamplingParams(temperature=0.0)))
@@ -149,7 +178,7 @@ def test_a_draft_trains_and_decodes(kind: str, layout: str, tmp_path: Path) -> N
 
 def test_expanded_latent_keys_fit_the_cache_in_place(tmp_path: Path) -> None:
     """Keys and values of different sizes, rolled back like any other; transformers keeps no latents."""
-    verifier = load_verifier(latent_verifier("deepseek_v3", tmp_path), dtype=torch.float64)
+    verifier = load_verifier(published_verifier("deepseek_v3", tmp_path), dtype=torch.float64)
     assert isinstance(new_cache(verifier.config), PreallocatedCache)
     ids = torch.randint(5, 64, (30,), generator=torch.Generator().manual_seed(0))
     session = TransformersSession(verifier, (2,))
