@@ -124,6 +124,9 @@ class MTPDecoderLayer(nn.Module):
 
 def _feed_forward(decoder: PretrainedConfig) -> nn.Module:
     """The MLP of the verifier's last layer with full attention, which is what an MTP layer has."""
+    # Experts one after another: the implementation for every dtype and device. On a copy, as it is no part of a checkpoint.
+    decoder = copy.copy(decoder)
+    decoder._experts_implementation = "eager"
     if decoder.model_type == "qwen3_5_moe_text":
         from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 

@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from speculators.errors import VerifierError
 from speculators.models.verifier_weights import text_config
+from speculators.verifiers.recurrent import forget_convolved
 
 __all__ = ["PreallocatedCache", "PreallocatedLayer", "fits_preallocated", "new_cache", "truncate"]
 
@@ -219,7 +220,8 @@ def new_cache(config: Any, capacity: int = _CHUNK) -> Cache:
 def truncate(cache: Cache, length: int) -> None:
     """Keep the first ``length`` tokens of either kind of cache; to be called after every pass, also to keep all.
 
-    :raises VerifierError: when the model keeps recurrent states, which nothing can roll back.
+    :raises VerifierError: when the model keeps recurrent states, which only a copy made before the pass
+        (:mod:`speculators.verifiers.recurrent`) brings back.
     """
     if isinstance(cache, PreallocatedCache):
         cache.truncate(length)
@@ -229,6 +231,8 @@ def truncate(cache: Cache, length: int) -> None:
         cache.crop(-removed)
     elif removed:
         raise VerifierError(
-            "the verifier keeps recurrent states, which transformers cannot roll back; decode without a draft, "
-            "or use a verifier with attention in every layer"
+            "the verifier keeps states that cannot be rolled back so far; decode without a draft, or use a verifier with "
+            "attention in every layer"
         )
+    else:
+        forget_convolved(cache)

@@ -14,6 +14,7 @@ from speculators.errors import DataError
 from speculators.verifiers.cache import new_cache, truncate
 from speculators.verifiers.capture import StateCapture
 from speculators.verifiers.loading import Verifier
+from speculators.verifiers.recurrent import RecurrentStates
 
 __all__ = ["TransformersSession", "VerifierOutput", "VerifierSession"]
 
@@ -66,6 +67,8 @@ class TransformersSession:
         self._capture = StateCapture(verifier.parts, layer_ids)
         self._caches: list[Cache] = []
         self._lengths: list[int] = []
+        #: Per request: its recurrent layers before the last pass, and the tokens of it.
+        self._before: list[tuple[RecurrentStates | None, Tensor]] = []
         self._device = verifier.device
 
     @property
@@ -83,6 +86,7 @@ class TransformersSession:
                 raise DataError("an empty prompt cannot be answered; give at least one token")
         self._caches = [new_cache(self._verifier.config, max(256, self._reserve)) for _ in prompts]
         self._lengths = [0] * len(prompts)
+        self._before = [(None, prompt) for prompt in prompts]
         return [self._append(request, prompt, keep=1) for request, prompt in enumerate(prompts)]
 
     @torch.inference_mode()
@@ -96,12 +100,28 @@ class TransformersSession:
         return [self._append(request, ids, keep=0) for request, ids in enumerate(tokens)]
 
     def rollback(self, lengths: list[int]) -> None:
-        """See :meth:`VerifierSession.rollback`."""
+        """See :meth:`VerifierSession.rollback`. Recurrent layers run the last pass again over the tokens that stay.
+
+        :raises VerifierError: recurrent layers are to go back behind the last pass.
+        """
         for request, length in enumerate(lengths):
             if not 0 <= length <= self._lengths[request]:
                 raise ValueError(f"request {request} has {self._lengths[request]} tokens and cannot be cut to {length}")
+            saved, ids = self._before[request]
+            if saved is not None and saved.length <= length < self._lengths[request]:
+                saved.put_back(self._caches[request], self._lengths[request] - saved.length)
+                self._lengths[request] = saved.length
+                self._run_again(request, ids[: length - saved.length])
             truncate(self._caches[request], length)
             self._lengths[request] = length
+
+    @torch.inference_mode()
+    def _run_again(self, request: int, ids: Tensor) -> None:
+        """Bring a request's cache up to ``ids`` ``[t]`` more tokens."""
+        if ids.shape[0]:
+            positions = torch.arange(ids.shape[0], device=self._device) + self._lengths[request]
+            with self._verifier.lock:
+                self._verifier.states(ids.to(self._device)[None], cache=self._caches[request], position_ids=positions[None])
 
     def _append(self, request: int, ids: Tensor, keep: int) -> VerifierOutput:
         cache, length, count = self._caches[request], self._lengths[request], ids.shape[0]
@@ -114,6 +134,7 @@ class TransformersSession:
         if count == 0:
             empty = torch.empty(0, verifier.vocab_size, dtype=verifier.dtype, device=self._device)
             return VerifierOutput(empty, _no_features(verifier, 0))
+        self._before[request] = (RecurrentStates.of(cache, length) if length else None, ids)
         inputs = ids.to(self._device).view(1, count)
         positions = torch.arange(length, length + count, device=self._device).view(1, count)
         with verifier.lock, self._capture.recording():

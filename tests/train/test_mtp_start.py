@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from speculators.data import Row, RowDataset
+from speculators.decoding import Decoder
 from speculators.errors import ConfigError, VerifierError
+from speculators.models import SpeculatorModel
+from speculators.train import train
 from speculators.train.drafts import DraftInputs, build_draft
+from speculators.verifiers.loading import load_verifier
+from speculators.verifiers.session import TransformersSession
 from tests.models.test_mtp import EXPERTS
 from tests.tiny import tiny_tokenizer, tiny_verifier
 from tests.train.helpers import settings
@@ -37,6 +44,7 @@ def verifier_with_mtp(folder: Path) -> dict[str, torch.Tensor]:
         linear_value_head_dim=8,
         linear_num_key_heads=2,
         linear_num_value_heads=2,
+        initializer_range=0.3,
         **EXPERTS,
     )
     torch.manual_seed(0)
@@ -65,7 +73,7 @@ def verifier_with_mtp(folder: Path) -> dict[str, torch.Tensor]:
         for projection in ("gate_proj", "up_proj", "down_proj"):
             shape = (HIDDEN, wide) if projection == "down_proj" else (wide, HIDDEN)
             shapes[f"layers.0.mlp.{part}.{projection}"] = shape
-    tensors = {f"mtp.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {f"mtp.{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
     file = path / "model.safetensors"
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
     return tensors
@@ -94,6 +102,32 @@ def test_the_verifiers_own_layer_is_the_start_unless_random_values_are_asked_for
     assert all(parameter.requires_grad for parameter in layer.parameters())
     random = fresh(tmp_path, draft_init="random")
     assert not torch.equal(random.layers[0].input_proj.weight, theirs["mtp.fc.weight"])
+
+
+def test_a_mixture_of_experts_trains_and_decodes_for_a_verifier_with_linear_attention(tmp_path: Path) -> None:
+    verifier_with_mtp(tmp_path)
+    verifier = load_verifier(tmp_path / "verifier")
+    prompt, length = [7, 23, 41, 12, 33, 9, 58, 20], 24
+    answer = Decoder(lambda: TransformersSession(verifier)).decode(prompt, length).tokens
+    assert len(set(answer)) > 12, "the verifier's answer is too plain to test anything"
+    ids = np.array([*prompt, *answer])
+    dataset = RowDataset.from_rows([Row(0, ids, np.arange(len(ids)) >= len(prompt))])
+    config = settings(tmp_path, **(MTP | {"epochs": 40, "checkpoint_freq": 1000, "log_freq": 1, "checkpoint_dtype": "float32"}))
+    losses: list[float] = []
+    result = train(
+        config,
+        dataset=dataset,
+        train_ids=np.array([0]),
+        val_ids=np.array([], int),
+        verifier=verifier,
+        progress=False,
+        on_step=lambda step: losses.append(step.metrics["loss"]),
+    )
+    assert losses[-1] < 0.6 * losses[0]
+    drafter = SpeculatorModel.from_pretrained(result.checkpoint).drafter()
+    decoded = Decoder(lambda: TransformersSession(verifier, drafter.layer_ids), drafter, 3).decode(prompt, length)
+    assert decoded.tokens == answer
+    assert sum(round_.accepted for round_ in decoded.rounds) > 0
 
 
 def test_a_layer_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -41,6 +41,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **SLIDING},
     "deepseek_v3": {"first_k_dense_replace": 1, **LATENT, **EXPERTS, "num_key_value_heads": 4, "head_dim": 4},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_multiple_of": 8},
 }
 

@@ -115,7 +115,27 @@ def test_every_family_rolls_back(family, tmp_path):
         session.rollback([start + 2])
         output = session.verify([ids[start + 2 : start + 5]])[0]
         session.rollback([start + 5])
-        torch.testing.assert_close(output.logits, expected[start + 2 : start + 5], atol=1e-5, rtol=0)
+        # transformers computes chunks of linear attention in float32.
+        tolerance = 1e-4 if family == "qwen3_5_text" else 1e-5
+        torch.testing.assert_close(output.logits, expected[start + 2 : start + 5], atol=tolerance, rtol=0)
+
+
+def test_recurrent_states_go_back_to_the_bit_but_not_behind_the_last_pass(tmp_path):
+    verifier = family_verifier("qwen3_5_text", tmp_path)
+    ids = random_ids(30, 5)
+    session, straight = TransformersSession(verifier, (1,)), TransformersSession(verifier, (1,))
+    for one in (session, straight):
+        one.prefill([ids[:15]])
+    session.verify([torch.cat([ids[15:18], random_ids(4, 1)])])
+    session.rollback([18])
+    straight.verify([ids[15:18]])
+    straight.rollback([18])
+    ours, theirs = (one.verify([ids[18:30]])[0] for one in (session, straight))
+    torch.testing.assert_close(ours.logits, theirs.logits, atol=0, rtol=0)
+    session.rollback([20])
+    assert session.lengths == [20]
+    with pytest.raises(VerifierError, match="cannot be rolled back so far"):
+        session.rollback([12])
 
 
 def test_several_requests_do_not_mix(verifier, whole):
