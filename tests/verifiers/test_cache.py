@@ -122,5 +122,5 @@ def test_states_that_cannot_be_rolled_back_are_refused_when_they_should_be(monke
     with torch.no_grad():
         model(input_ids=random_ids(5, 1).view(1, -1), use_cache=True, **{cache_argument(model): cache})
     truncate(cache, 5)
-    with pytest.raises(VerifierError, match="cannot roll back"):
+    with pytest.raises(VerifierError, match="cannot be rolled back so far"):
         truncate(cache, 4)

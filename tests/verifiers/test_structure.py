@@ -10,8 +10,8 @@ from speculators.verifiers.cache import fits_preallocated
 from speculators.verifiers.structure import decoder_parts
 from tests.verifiers.models import COMMON, FAMILIES, tiny_model
 
-OWN_ATTENTION = {"gemma2", "gpt_oss", "deepseek_v3"}  # soft cap, sinks, latent keys
-OWN_CACHE = {"lfm2"}
+OWN_ATTENTION = {"gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_text"}  # soft cap, sinks, latent keys, no registered function
+OWN_CACHE = {"lfm2", "qwen3_5_text"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
