@@ -109,6 +109,21 @@ def test_everything_a_config_says_is_kept(verifier: str, tmp_path: Path) -> None
     assert equal(read(tmp_path / "again")[1], tensors)
 
 
+@pytest.mark.parametrize("reduced", [True, False])
+def test_files_of_0_9_0_leave_the_verifiers_parts_out(reduced: bool, verifier: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"sample_from_anchor": True, "sliding_window_non_causal": False, "speculators_version": "0.9.0"}
+    source, tensors = old_speculators_checkpoint(tmp_path / "theirs", reduced=reduced, **values)
+    borrowed = {"embed_tokens.weight"} if reduced else {"embed_tokens.weight", "lm_head.weight"}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in borrowed}
+    write(source, read(source)[0], tensors)
+    convert_model(source, verifier, output_path=tmp_path / "ours", speculative_tokens=5)
+    assert equal(read(tmp_path / "ours")[1], tensors)
+    facts: dict[str, Any] = {"foreign_ids": [layer - 1 for layer in IDS], "mask_token_id": MASK, "block_size": 5}
+    tokens = [drafted(qwen3_keys(), tensors, verifier, *round_, anchor_first=True, **facts) for round_ in ROUNDS]
+    assert ours(tmp_path / "ours", verifier, ROUNDS) == tokens
+    assert len({token for row in tokens for token in row}) > 4
+
+
 def test_sizes_come_from_the_tensors_and_layers_from_upstreams_default(verifier: str, tmp_path: Path) -> None:
     source, _ = old_speculators_checkpoint(
         tmp_path / "theirs", "dflash", draft_vocab_size=None, block_size=None, aux_hidden_state_layer_ids=None
