@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speculators.checks import chains, checkpoint, config_keys, fit, layers, readings, serving, tensors, vocabulary
+from speculators.checks import chains, checkpoint, config_keys, fit, layers, mtp, readings, serving, tensors, vocabulary
 from speculators.checks.findings import Kind
 
 __all__ = ["CATALOGUE", "markdown_table"]
@@ -14,6 +14,7 @@ CATALOGUE: dict[str, tuple[Kind, ...]] = {
     "Captured layers": layers.KINDS,
     "Vocabulary": vocabulary.KINDS,
     "EAGLE-3 and P-EAGLE": chains.KINDS,
+    "MTP": mtp.KINDS,
     "Tensors": tensors.KINDS,
     "Serving": serving.KINDS,
     "Against the verifier": fit.KINDS,

@@ -9,6 +9,7 @@ from speculators.checks.facts import CheckpointFacts, integer, rope_of
 from speculators.checks.findings import Finding, Kind
 from speculators.config import SpeculatorModelConfig
 from speculators.errors import ConfigError
+from speculators.models.mtp import DECODER_KINDS as MTP_DECODERS
 
 __all__ = ["KINDS", "check_config", "check_whole_config"]
 
@@ -171,6 +172,7 @@ _DEFAULTED: dict[str, dict[str, str | None]] = {
     },
     "eagle3": _OF_EAGLE,
     "peagle": _OF_EAGLE,
+    "mtp": {"num_nextn_predict_layers": None},
 }
 
 #: Keys that say nothing without a confidence head.
@@ -191,6 +193,7 @@ _DECODER_TYPES = {
     "dspark": ("qwen3",),
     "eagle3": ("llama", "qwen3", "deepseek_v3"),
     "peagle": ("llama", "qwen3", "deepseek_v3"),
+    "mtp": MTP_DECODERS,
 }
 
 

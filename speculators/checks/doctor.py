@@ -14,12 +14,13 @@ from speculators.checks.facts import CheckpointFacts
 from speculators.checks.findings import LEVELS, Finding, Level
 from speculators.checks.fit import NOT_FOUND, check_fit
 from speculators.checks.layers import check_layers
-from speculators.checks.readings import ReadingSettings, ReadingsReport, compare_readings
+from speculators.checks.mtp import check_mtp
+from speculators.checks.readings import ReadingSettings, ReadingsReport, compare_readings, untried
 from speculators.checks.serving import check_serving
 from speculators.checks.tensors import check_tensors
 from speculators.checks.verifier import find_verifier, is_at_hand
 from speculators.checks.vocabulary import check_vocabulary
-from speculators.errors import VerifierError
+from speculators.errors import DataError, VerifierError
 
 __all__ = ["Diagnosis", "examine"]
 
@@ -87,7 +88,7 @@ def examine(
     diagnosis.add(facts.raw.findings)
     diagnosis.add(_find_verifier(facts, verifier))
     diagnosis.verifier = facts.verifier.name if facts.verifier is not None else None
-    for check in (check_config, check_layers, check_vocabulary, check_chains, check_serving):
+    for check in (check_config, check_layers, check_vocabulary, check_chains, check_mtp, check_serving):
         diagnosis.add(check(facts))
     progress("looking at the tensors")
     diagnosis.add(check_tensors(facts, diagnosis.ids))
@@ -95,7 +96,14 @@ def examine(
     if not diagnosis.count("error"):
         diagnosis.add(check_whole_config(facts))
     if verifier is not None:
-        diagnosis.readings = compare_readings(facts, verifier, data, settings or ReadingSettings(), progress)
+        try:
+            diagnosis.readings = compare_readings(facts, verifier, data, settings or ReadingSettings(), progress)
+        except DataError:
+            raise
+        except Exception as error:  # a draft with errors may fail in any way; one without them must not
+            if not diagnosis.count("error"):
+                raise
+            diagnosis.readings = untried(str(error) or type(error).__name__)
         diagnosis.add(diagnosis.readings.findings)
     diagnosis.findings.sort(key=lambda finding: LEVELS.index(finding.level))
     return diagnosis

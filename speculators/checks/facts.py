@@ -88,6 +88,8 @@ class CheckpointFacts:
 
     def default(self, key: str) -> Any:
         """What upstream, and so this library, assumes where a key is absent; None if it assumes nothing."""
+        if self.config_class is not None and key in self.config_class.meaning_of_absent:
+            return self.config_class.meaning_of_absent[key]
         fields = {} if self.config_class is None else self.config_class.model_fields
         return None if key not in fields or fields[key].is_required() else fields[key].get_default(call_default_factory=True)
 

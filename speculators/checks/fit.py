@@ -12,6 +12,7 @@ from speculators.checks.facts import CheckpointFacts, rope_of
 from speculators.checks.findings import Finding, Kind
 from speculators.errors import SpeculatorsError
 from speculators.models.draft_config import build_draft_config
+from speculators.models.mtp import build_mtp_decoder
 
 __all__ = ["KINDS", "NOT_FOUND", "check_fit"]
 
@@ -161,7 +162,8 @@ def _settings(facts: CheckpointFacts) -> Iterator[Finding]:
     verifier, decoder = facts.verifier, facts.decoder
     assert verifier is not None
     try:
-        usual = build_draft_config(verifier.config, num_layers=1)
+        mtp = facts.family == "mtp"
+        usual = build_mtp_decoder(verifier.config) if mtp else build_draft_config(verifier.config, num_layers=1)
     except SpeculatorsError:
         return
     rope, own = rope_of(decoder), dict(usual.rope_parameters or {})
@@ -179,6 +181,8 @@ def _settings(facts: CheckpointFacts) -> Iterator[Finding]:
     if positions is not None and positions < usual.max_position_embeddings:
         yield POSITIONS.found(f"the draft's is {positions:,}, the verifier's {usual.max_position_embeddings:,}")
     window = decoder.get("sliding_window")
+    if mtp:
+        return
     slides = set(facts.layer_types) == {"sliding_attention"} and not verifier.setting("sliding_window")
     if slides and isinstance(window, int) and window < usual.max_position_embeddings:
         yield WINDOW.found(f"windows of {window:,} tokens in a context of {usual.max_position_embeddings:,}")

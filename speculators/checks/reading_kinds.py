@@ -87,6 +87,13 @@ MARKOV = Kind(
     "The head was never trained, belongs to another draft, or is read in the wrong vocabulary (W1 verifier ids, W2 draft ids).",
     "Take the head of the training, or drop it with `markov_rank` 0.",
 )
+STATE = Kind(
+    "trained-other-state",
+    "error",
+    "Drafted text fits the verifier's last state on the other side of its final norm better.",
+    "Read as written, the MTP layer gets another input than in training.",
+    "Flip `hidden_state_input` (upstream's checkpoints, which have no such key, mean pre_norm).",
+)
 RESIDUAL = Kind(
     "trained-other-residual",
     "error",
@@ -139,6 +146,7 @@ KINDS = (
     CAUSALITY,
     WINDOW,
     MARKOV,
+    STATE,
     RESIDUAL,
     OUTPUT,
     LOW,
@@ -252,6 +260,11 @@ def _layout_readings(model: Any) -> Iterator[Reading]:
 
 
 def _layer_readings(model: Any, facts: CheckpointFacts) -> Iterator[Reading]:
+    if facts.family == "mtp":
+        before = model.config.hidden_state_input == "pre_norm"
+        text = f"the verifier's last state {'after' if before else 'before'} its final norm"
+        yield Reading("the other state", text, STATE, layer_shift=1 if before else -1)
+        return
     for shift in (-1, 1):
         ids = [k + shift for k in model.target_layer_ids]
         if min(ids) >= 0 and (facts.verifier is None or max(ids) <= facts.verifier.num_layers):
@@ -263,7 +276,8 @@ def _norm_readings(model: Any, teacher: VerifierHead, facts: CheckpointFacts) ->
         return
     ids = model.target_layer_ids
     text = "features after the verifier's final norm"
-    yield Reading("normed features", text, FEATURES_NORMED, normed=tuple(range(len(ids))))
+    if facts.family != "mtp":
+        yield Reading("normed features", text, FEATURES_NORMED, normed=tuple(range(len(ids))))
     last = facts.verifier.num_layers if facts.verifier is not None else None
     if last in ids and len(ids) > 1:
         text = "the last layer's feature after the verifier's final norm"

@@ -20,7 +20,7 @@ from speculators.checks.reading_kinds import FEW_ROWS, KINDS, LOW, NOT_REBUILT, 
 from speculators.checks.trial import Trial, TrialSettings, measure, prepare_trial
 from speculators.errors import ConfigError, SpeculatorsError
 
-__all__ = ["KINDS", "ReadingResult", "ReadingSettings", "ReadingsReport", "compare_readings"]
+__all__ = ["KINDS", "ReadingResult", "ReadingSettings", "ReadingsReport", "compare_readings", "untried"]
 
 ReadingSettings = TrialSettings
 
@@ -95,7 +95,7 @@ def compare_readings(
     try:
         trial = prepare_trial(facts, verifier, data, settings, progress)
     except ConfigError as error:
-        return _untried(str(error))
+        return untried(str(error))
     report = ReadingsReport(trial.num_draft_tokens, len(trial.rows))
     own, wrong = readings_of(trial.draft, trial.teacher, facts, longest_row=trial.longest_row)
     progress("drafting as the config says")
@@ -109,7 +109,8 @@ def compare_readings(
     return report
 
 
-def _untried(reason: str) -> ReadingsReport:
+def untried(reason: str) -> ReadingsReport:
+    """The report of a draft that could not be run."""
     return ReadingsReport(skipped=reason, findings=[UNTRIED.found(reason)])
 
 

@@ -23,7 +23,7 @@ from speculators.data.rows import Row
 from speculators.decoding.prediction import AcceptancePrediction
 from speculators.decoding.replay import replay_row
 from speculators.errors import DataError, VerifierError
-from speculators.layout import BlockLayout
+from speculators.layout import BlockLayout, final_layer_id
 from speculators.models.base import SpeculatorModel
 from speculators.models.verifier_weights import VerifierHead, has_rms_norm
 from speculators.sampling import SamplingParams
@@ -63,6 +63,7 @@ class Trial:
     teacher: VerifierHead
     rows: list[RowStates]
     captured: list[int]  #: layer ids of the rows' states, ascending
+    last_layer: int  #: id of the verifier's last state before its final norm
     num_draft_tokens: int
     max_new_tokens: int
     eos_ids: tuple[int, ...]
@@ -85,7 +86,7 @@ class Trial:
     def targets(self, row: RowStates, reading: Reading) -> Tensor:
         """Final states ``[T, H]`` that go to the verifier's head."""
         if reading.targets == "unnormed":
-            return row.states[:, -1]
+            return row.states[:, self.captured.index(self.last_layer)]
         return self.teacher.normalize(row.final) if reading.targets == "normed twice" else row.final
 
     @torch.no_grad()
@@ -115,8 +116,9 @@ def prepare_trial(
     verifier = load_verifier(verifier_name, device=settings.device)
     draft = draft.to(device=verifier.device, dtype=verifier.dtype)
     ids = draft.target_layer_ids
-    last = verifier.num_layers
-    captured = sorted({k + shift for k in ids for shift in (-1, 0, 1) if 0 <= k + shift <= last} | {last})
+    # MTP reads the last state after the final norm, or before it.
+    last, highest = verifier.num_layers, final_layer_id(verifier.num_layers, after_norm=facts.family == "mtp")
+    captured = sorted({k + shift for k in ids for shift in (-1, 0, 1) if 0 <= k + shift <= highest} | {last})
     source = TransformersSource(verifier, captured)
     prompts = _prompts(verifier, data, settings)
     progress(f"the verifier answers {len(prompts)} prompts")
@@ -129,7 +131,7 @@ def prepare_trial(
     layout = draft.layout
     both = isinstance(layout, BlockLayout) and layout.block_size > 1  # then a number that either layout can draft
     n = layout.block_size - 1 if both else layout.max_draft_tokens
-    return Trial(draft, teacher, states, captured, n, settings.max_new_tokens, verifier.eos_ids)
+    return Trial(draft, teacher, states, captured, last, n, settings.max_new_tokens, verifier.eos_ids)
 
 
 def _row_states(row: Row, fetched: Any, verifier: Verifier) -> RowStates:

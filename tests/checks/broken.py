@@ -270,6 +270,11 @@ BROKEN = [
         tensor(Q_PROJ, lambda old: old[:, :HIDDEN]),
         "eagle3",
     ),
+    # MTP
+    Broken("no state named", "mtp-state-before-norm", drop("hidden_state_input"), "mtp"),
+    Broken("state before the norm", "mtp-state-before-norm", put("hidden_state_input", value="pre_norm"), "mtp"),
+    Broken("a verifier of other depth", "mtp-verifier-layers", put(DECODER, "num_hidden_layers", value=7), "mtp"),
+    Broken("no MTP norm", "tensor-missing", without("mtp_layers.0.token_layernorm.weight"), "mtp"),
     # tensors
     Broken("no final norm", "tensor-missing", without("norm.weight")),
     Broken("a foreign tensor", "tensor-unexpected", added("midlayer.self_attn.q_proj.weight", 2, 2)),

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.config import VerifierConfig
 from speculators.models.draft_config import build_draft_config
+from speculators.models.mtp import build_mtp_decoder
 from tests.verifiers.models import COMMON
 from tests.verifiers.models import FAMILIES as VERIFIERS
 
@@ -24,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dspark": {"markov_rank": 8},
     "dflash": {},
     "eagle3": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "mtp": {"speculative_tokens": 3},
     "peagle": {"norm_before_residual": True, "mask_token_id": 3},
 }
 OF_BLOCKS = {"block_size": 8, "aux_hidden_state_layer_ids": [2, 4, 5], "mask_token_id": 3}
@@ -57,13 +59,15 @@ def good_checkpoint(
     SpeculatorModelConfig.registered_classes()
     config_class: Any = SpeculatorModelConfig.registry[family]
     common = OF_BLOCKS if family in ("dspark", "dflash") else OF_CHAINS
+    common = {} if family == "mtp" else common | {"draft_vocab_size": KEPT if reduced else VOCAB}
     shape = {"num_layers": 2, "sliding_window": 0, **(decoder or {})}
-    built = build_draft_config(AutoConfig.from_pretrained(verifier), **shape)
+    verifier_config = AutoConfig.from_pretrained(verifier)
+    built = build_mtp_decoder(verifier_config) if family == "mtp" else build_draft_config(verifier_config, **shape)
     built.update(change_decoder or {})
     config = config_class.build(
         built,
         VerifierConfig.from_pretrained(verifier),
-        **({"draft_vocab_size": KEPT if reduced else VOCAB} | common | FAMILIES[family] | values),
+        **(common | FAMILIES[family] | values),
     )
     t2d = kept_ids()
     d2t = t2d.nonzero().squeeze(-1) - torch.arange(KEPT)

@@ -20,6 +20,7 @@ from tests.checks.trained import ANSWER, learned_by_heart
 from tests.tiny import tiny_verifier
 
 BLOCK = {"block_size": 6, "markov_rank": 16}
+MTP: dict[str, Any] = {"block_size": ..., "markov_rank": ..., "target_layer_ids": ..., "num_layers": ..., "mask_token_id": ...}
 CHAIN: dict[str, Any] = {"block_size": ..., "markov_rank": ..., "ttt_steps": 3, "norm_before_residual": False}
 DECODER, PROPOSAL = "transformer_layer_config", ("speculators_config", "proposal_methods", 0)
 
@@ -132,6 +133,16 @@ def test_a_falsified_config_is_caught(
 )
 def test_a_falsified_chain_is_caught(change: Change, expected: str, eagle3: Path, folder: Path, tmp_path: Path) -> None:
     assert verdict(tried(changed(eagle3, tmp_path / "changed", change), folder)) == [expected]
+
+
+def test_a_falsified_mtp_state_is_caught(folder: Path, tmp_path: Path) -> None:
+    draft = learned_by_heart(folder, "mtp", **MTP)
+    diagnosis = tried(draft, folder)
+    assert verdict(diagnosis) == []
+    assert diagnosis.readings is not None
+    assert [result.name for result in diagnosis.readings.results[1:3]] == ["the other state", "unnormed targets"]
+    wrong = changed(draft, tmp_path / "changed", put("hidden_state_input", value="pre_norm"))
+    assert verdict(tried(wrong, folder)) == ["trained-other-state"]
 
 
 def test_the_command_line_reports_the_flipped_layout(
