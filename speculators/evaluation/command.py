@@ -294,6 +294,7 @@ def _check_fit(config: Any, verifier: Verifier, path: str | Path) -> None:
             f"the verifier {path} (hidden size {verifier.hidden_size}, {verifier.vocab_size} tokens) is not the draft's own "
             f"(hidden size {decoder.hidden_size}, {decoder.vocab_size} tokens); give the right one with --verifier"
         )
+    config.check_layers(verifier.num_layers)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -275,6 +275,7 @@ def _point_at_verifier(draft_config: DraftModelConfig, inputs: DraftInputs) -> N
             f"the draft of --from-pretrained is for a verifier of hidden size {decoder.hidden_size} and {decoder.vocab_size} "
             f"ids, but this one has {text.hidden_size} and {text.vocab_size}; use the verifier it was made for"
         )
+    draft_config.check_layers(text.num_hidden_layers)
     if draft_config.speculators_config is not None:
         draft_config.speculators_config.verifier = _verifier_record(inputs)
 

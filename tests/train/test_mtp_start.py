@@ -16,7 +16,7 @@ from speculators.decoding import Decoder
 from speculators.errors import ConfigError, VerifierError
 from speculators.models import SpeculatorModel
 from speculators.train import train
-from speculators.train.drafts import DraftInputs, build_draft
+from speculators.train.drafts import DraftInputs, build_draft, checkpoint_config
 from speculators.verifiers.loading import load_verifier
 from speculators.verifiers.session import TransformersSession
 from tests.models.test_mtp import EXPERTS
@@ -79,12 +79,12 @@ def verifier_with_mtp(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def fresh(folder: Path, **changes: Any) -> Any:
+def fresh(folder: Path, start: Any = None, **changes: Any) -> Any:
     from transformers import AutoConfig
 
     config = settings(folder, **(MTP | changes))
     inputs = DraftInputs(str(folder / "verifier"), AutoConfig.from_pretrained(folder / "verifier"), None, "post_norm")
-    return build_draft(config, inputs, None)
+    return build_draft(config, inputs, None, start)
 
 
 def test_the_verifiers_own_layer_is_the_start_unless_random_values_are_asked_for(tmp_path: Path) -> None:
@@ -151,6 +151,17 @@ def test_a_verifier_without_one_gives_random_values_and_says_so(tmp_path: Path) 
     assert draft.config.transformer_layer_config.model_type == "qwen3"
     with pytest.raises(ConfigError, match="--draft-init verifier: the verifier comes without an MTP layer"):
         fresh(tmp_path, draft_init="verifier")
+
+
+def test_going_on_with_another_number_of_verifier_layers_is_refused(tmp_path: Path) -> None:
+    """The id of the last state would be another layer's."""
+    tiny_verifier(tmp_path, layers=3)
+    with pytest.warns(UserWarning, match="random values"):
+        fresh(tmp_path).save_pretrained(tmp_path / "draft")
+    tiny_verifier(tmp_path, layers=4)
+    start = checkpoint_config(settings(tmp_path, **(MTP | {"from_pretrained": str(tmp_path / "draft")})))
+    with pytest.raises(ConfigError, match="num_hidden_layers 3, but the verifier has 4"):
+        fresh(tmp_path, start, from_pretrained=str(tmp_path / "draft"))
 
 
 def test_shape_is_ignored_and_pruning_refused(tmp_path: Path) -> None:
