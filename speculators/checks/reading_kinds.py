@@ -204,6 +204,10 @@ class ReadDraft:
         self.draft_to_verifier = model.draft_to_verifier
         self.verifier_to_draft = model.verifier_to_draft
 
+    def heads_of(self, hidden: Tensor, anchor_ids: Tensor) -> DraftHeads:
+        """See :meth:`speculators.models.family.DraftModel.heads_of`."""
+        return self.heads.after(hidden, anchor_ids, self.layout.first_predicting_slot)
+
     def draft_hidden(self, batch: PackedBatch, num_slots: int | None = None) -> Tensor:
         """See :meth:`speculators.models.family.DraftModel.draft_hidden`; the batch's features are the reading's."""
         with _swapped(self.reading.swaps):

@@ -46,12 +46,24 @@ from speculators.sampling import SamplingParams, probabilities
 
 if TYPE_CHECKING:
     from speculators.data.rows import AnswerRecord
-    from speculators.losses import BlockHeads, TeacherHead
+    from speculators.losses import TeacherHead
 
 __all__ = ["ReplayModel", "ReplayedRow", "replay_row", "require_own_answers"]
 
 #: Blocks that go through the draft's layers, and through both output heads, at a time.
 BLOCKS_PER_PASS, BLOCKS_PER_HEAD = 512, 64
+
+
+class ReplayHeads(Protocol):
+    """Output heads of some blocks."""
+
+    def rows(self, blocks: slice) -> ReplayHeads:
+        """The heads of some of them."""
+        ...
+
+    def logits(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
+        """``[A, N, D]`` of states ``[A, N, H]`` and previous verifier ids ``[A, N]``."""
+        ...
 
 
 class ReplayModel(Protocol):
@@ -62,8 +74,9 @@ class ReplayModel(Protocol):
     @property
     def layout(self) -> DraftLayout: ...
 
-    @property
-    def heads(self) -> BlockHeads: ...
+    def heads_of(self, hidden: Tensor, anchor_ids: Tensor) -> ReplayHeads:
+        """The heads for blocks with these states of all slots ``[A, K, H]`` and anchors ``[A]``."""
+        ...
 
     def draft_hidden(self, batch: PackedBatch, num_slots: int | None = None) -> Tensor:
         """Post-norm states of the blocks' slots ``[A, K, H]``."""
@@ -194,11 +207,14 @@ def replay_row(
     compared = _Comparison.empty(anchors.shape[0], n, device)
     for first in range(0, anchors.shape[0], BLOCKS_PER_PASS):
         part = dataclasses.replace(batch, anchors=anchors[first : first + BLOCKS_PER_PASS])
-        hidden = model.draft_hidden(part, num_slots=slots)[:, model.layout.slot_of_depth(0) :]  # [A, n, H]
+        slot_states = model.draft_hidden(part, num_slots=slots)
+        heads = model.heads_of(slot_states, part.anchor_ids)
+        hidden = slot_states[:, model.layout.slot_of_depth(0) :]  # [A, n, H]
         for start in range(0, hidden.shape[0], BLOCKS_PER_HEAD):
             rows = slice(first + start, first + min(start + BLOCKS_PER_HEAD, hidden.shape[0]))
             previous = input_ids[previous_position(anchors[rows, None], depths).clamp(max=input_ids.shape[0] - 1)]
-            draft_logits = model.heads.logits(hidden[start : start + BLOCKS_PER_HEAD], previous)
+            blocks = slice(start, start + BLOCKS_PER_HEAD)
+            draft_logits = heads.rows(blocks).logits(hidden[blocks], previous)
             # Every counted prediction's state lies at a position that may be an anchor, so the blocks' states are theirs
             # and those of the next n - 1 anchors: each row of p is computed about once, however many blocks use it.
             verifier_logits = teacher.full_logits(final_states[anchors[rows.start : rows.stop + n - 1]])

@@ -48,9 +48,10 @@ class BlockDrafter(RequestsDrafter[RowsCache]):
 
     def block_hidden(self, request: int, anchor: int, num_slots: int) -> Tensor:
         """Post-norm states ``[N, H]`` of the predicting slots of a block that starts at the request's anchor."""
-        return self._block_hidden(self._contexts[request], anchor, num_slots)
+        return self.model.predicting(self._slot_states(self._contexts[request], anchor, num_slots))[0]
 
-    def _block_hidden(self, context: RowsCache, anchor: int, num_slots: int) -> Tensor:
+    def _slot_states(self, context: RowsCache, anchor: int, num_slots: int) -> Tensor:
+        """Post-norm states ``[1, K, H]`` of all slots."""
         model = self.model
         device = model.norm.weight.device
         position = context.length
@@ -71,8 +72,7 @@ class BlockDrafter(RequestsDrafter[RowsCache]):
                 visible = sees_context(positions, anchor_position, slots[None, :, None], window.window, model.window_reference)
             attend_layers.append(partial(attend, visible=visible, causal_block=window.causal_block))
         rows = [context.rows(layer, start) for layer in range(len(model.layers))]
-        hidden = model.run_cached(embeds, position, attend_layers, rows)
-        return model.predicting(hidden)[0]
+        return model.run_cached(embeds, position, attend_layers, rows)
 
     def _propose(
         self,
@@ -83,11 +83,13 @@ class BlockDrafter(RequestsDrafter[RowsCache]):
         sampling: SamplingParams,
         generator: torch.Generator | None,
     ) -> Draft:
-        model, heads = self.model, self.model.heads
-        hidden = self._block_hidden(context, anchor, num_slots)[:n]  # [n, H]
+        model = self.model
+        slot_states = self._slot_states(context, anchor, num_slots)
+        heads = model.heads_of(slot_states, torch.tensor([anchor], device=slot_states.device))
+        hidden = model.predicting(slot_states)[0, :n]  # [n, H]
         base = heads.lm_head(hidden)  # [n, D]
         markov: Any = heads.markov if self.markov else None
-        state = None if markov is None else markov.start(1)
+        state = None if markov is None else markov.start(1) if heads.markov_state is None else heads.markov_state
         previous = torch.tensor([anchor], device=hidden.device)
         built, before = DraftBuilder(model, sampling, generator), []
         for depth in range(n):

@@ -197,6 +197,10 @@ class DraftModel(SpeculatorModel):
         """The output heads, as the loss and the drafter call them."""
         return DraftHeads(self.lm_head)
 
+    def heads_of(self, hidden: Tensor, anchor_ids: Tensor) -> DraftHeads:
+        """The output heads for anchors ``[A]`` (verifier ids) with these states of all their slots ``[A, K, H]``."""
+        return self.heads.after(hidden, anchor_ids, self.layout.first_predicting_slot)
+
     def predicting(self, hidden: Tensor) -> Tensor:
         """States ``[A, N, H]`` of the slots that predict a token, by depth, of all slots' ``[A, K, H]``."""
         return hidden[:, self.layout.first_predicting_slot :]
@@ -219,14 +223,13 @@ class DraftModel(SpeculatorModel):
         :param impl: loss implementation; ``attn_impl``: attention implementation.
         """
         slots = None if batch.num_depths is None else self.layout.query_slots(batch.num_depths)
-        hidden = self.predicting(self.draft_hidden(batch, slots, attn_impl))
+        slot_states = self.draft_hidden(batch, slots, attn_impl)
+        hidden, heads = self.predicting(slot_states), self.heads_of(slot_states, batch.anchor_ids)
         states = batch.final_states
         if states is not None and self.config.final_state == "pre_norm":
             states = cast(Any, teacher).normalize(states)
         targets = gather_block_targets(batch, hidden.shape[1], self.verifier_to_draft, states)
-        return block_loss(
-            hidden, self.heads, teacher, targets, loss_config, denominators, impl=cast(Any, impl), metrics=metrics
-        )
+        return block_loss(hidden, heads, teacher, targets, loss_config, denominators, impl=cast(Any, impl), metrics=metrics)
 
     def with_weights(self, work: Callable[[], Result]) -> Result:
         """``work()``, which may call any part of this model: sharded, the model gathers its weights around it as around

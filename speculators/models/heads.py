@@ -27,6 +27,7 @@ class MarkovHead(nn.Module):
     - ``vanilla``: bias = W2 e
     - ``gated``: bias = W2 (sigmoid(G [h; e] + b) * e)
     - ``rnn``: (g, c, o) = J [s; e; h] + b; s' = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c); bias = W2 tanh(o); s starts at 0
+      at the block's first slot, which in the fill-in layout reads the anchor and predicts nothing
 
     W1 is indexed by verifier ids (the previous token may be any), W2 projects to the draft vocabulary.
     """
@@ -69,11 +70,12 @@ class MarkovHead(nn.Module):
         keep = keep.sigmoid()
         return output.tanh(), keep * state + (1 - keep) * candidate.tanh()
 
-    def codes(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
+    def codes(self, hidden: Tensor, previous_ids: Tensor, state: Tensor | None = None) -> Tensor:
         """W2's inputs ``[A, N, R]`` with known previous tokens (teacher forcing).
 
         :param hidden: ``[A, N, H]``.
         :param previous_ids: ``[A, N]``, verifier ids.
+        :param state: ``[A, R]`` before depth 0; zero when None.
         """
         if self.head_type != "rnn":
             return self.step(hidden, previous_ids, self.start(0))[0]
@@ -81,7 +83,8 @@ class MarkovHead(nn.Module):
         from_state, from_rest = self.joint_proj.weight.split([self.rank, self.joint_proj.in_features - self.rank], dim=1)
         rest = torch.cat([self.embed(previous_ids), hidden], dim=-1)
         inputs = nn.functional.linear(rest, from_rest, self.joint_proj.bias)
-        state, codes = self.start(hidden.shape[0]), []
+        codes = []
+        state = self.start(hidden.shape[0]) if state is None else state
         for depth in range(hidden.shape[1]):
             mixed = inputs[:, depth] + nn.functional.linear(state, from_state)
             keep, candidate, output = mixed.chunk(3, dim=-1)
@@ -110,7 +113,10 @@ class ConfidenceHead(nn.Module):
 
 
 class DraftHeads:
-    """A draft's output heads as the loss calls them (:class:`speculators.losses.BlockHeads`); holds no state of its own."""
+    """A draft's output heads as the loss calls them (:class:`speculators.losses.BlockHeads`).
+
+    :param markov_state: of an ``rnn`` Markov head before depth 0, ``[A, R]``; zero when None.
+    """
 
     def __init__(
         self,
@@ -118,18 +124,42 @@ class DraftHeads:
         markov: MarkovHead | None = None,
         confidence: ConfidenceHead | None = None,
         confidence_with_markov: bool = False,
+        markov_state: Tensor | None = None,
     ) -> None:
         self.lm_head = lm_head
         self.markov = markov
         self.confidence = confidence
         self.confidence_with_markov = confidence_with_markov
+        self.markov_state = markov_state
+
+    def after(self, hidden: Tensor, anchor_ids: Tensor, silent: int) -> DraftHeads:
+        """The heads for blocks whose first slots predict nothing: an ``rnn`` Markov head reads them too (as in upstream's
+        training), with the anchor as the token before.
+
+        :param hidden: of all slots, ``[A, K, H]``.
+        :param anchor_ids: ``[A]``, verifier ids.
+        :param silent: slots that predict nothing.
+        """
+        if self.markov is None or self.markov.head_type != "rnn":
+            return self
+        state = self.markov.start(hidden.shape[0])
+        for slot in range(silent):
+            state = self.markov.step(hidden[:, slot], anchor_ids, state)[1]
+        return self._with_state(state)
+
+    def rows(self, blocks: slice) -> DraftHeads:
+        """The heads for some of the blocks."""
+        return self if self.markov_state is None else self._with_state(self.markov_state[blocks])
+
+    def _with_state(self, state: Tensor) -> DraftHeads:
+        return DraftHeads(self.lm_head, self.markov, self.confidence, self.confidence_with_markov, state)
 
     def logits(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
         """Base logits plus Markov bias ``[A, N, D]`` of states ``[A, N, H]`` and previous verifier ids ``[A, N]``."""
         base = self.lm_head(hidden)
         if self.markov is None:
             return base
-        codes = self.markov.codes(hidden, previous_ids)
+        codes = self.markov.codes(hidden, previous_ids, self.markov_state)
         flat = torch.addmm(base.flatten(0, -2), codes.flatten(0, -2), self.markov.markov_w2.weight.t())
         return flat.view_as(base)
 
@@ -137,7 +167,7 @@ class DraftHeads:
         """The same logits as pairs (input ``[A, N, k]``, weight ``[D, k]``) whose products add up to them."""
         parts = [(hidden, self.lm_head.weight)]
         if self.markov is not None:
-            parts.append((self.markov.codes(hidden, previous_ids), self.markov.markov_w2.weight))
+            parts.append((self.markov.codes(hidden, previous_ids, self.markov_state), self.markov.markov_w2.weight))
         return parts
 
     def confidence_logits(self, hidden: Tensor, previous_ids: Tensor) -> Tensor | None:

@@ -27,18 +27,21 @@ def validation_sums(
     :param model: a block draft, such as :class:`~speculators.models.DFlashDraftModel`.
     :param teacher: the verifier's head.
     """
-    hidden = model.predicting(model.draft_hidden(batch, attn_impl=attn_impl))
+    slot_states = model.draft_hidden(batch, attn_impl=attn_impl)
+    hidden, heads = model.predicting(slot_states), model.heads_of(slot_states, batch.anchor_ids)
     states = batch.final_states
     if states is not None and model.config.final_state == "pre_norm":
         states = teacher.normalize(states)
     targets = gather_block_targets(batch, hidden.shape[1], model.verifier_to_draft, states)
     denominators = loss_denominators(targets.counts, targets.label_draft_ids, config)
-    output = block_loss(hidden, model.heads, teacher, targets, config, denominators, impl=impl)  # type: ignore[arg-type]
-    return {**output.sums, **full_vocabulary_sums(hidden, model, teacher, targets)}
+    output = block_loss(hidden, heads, teacher, targets, config, denominators, impl=impl)  # type: ignore[arg-type]
+    return {**output.sums, **full_vocabulary_sums(hidden, heads, model, teacher, targets)}
 
 
 @torch.no_grad()
-def full_vocabulary_sums(hidden: Tensor, model: Any, teacher: Any, targets: BlockTargets, chunk: int = CHUNK) -> Sums:
+def full_vocabulary_sums(
+    hidden: Tensor, heads: Any, model: Any, teacher: Any, targets: BlockTargets, chunk: int = CHUNK
+) -> Sums:
     """Acceptance against the verifier's whole vocabulary, where a token outside the draft's is never accepted.
 
     ``verifier_mass_in_draft_vocabulary``
@@ -49,6 +52,7 @@ def full_vocabulary_sums(hidden: Tensor, model: Any, teacher: Any, targets: Bloc
         the same for greedy decoding: the draft's argmax is the verifier's over its whole vocabulary.
 
     :param hidden: ``[A, N, H]`` of the predicting slots.
+    :param heads: the model's, for these blocks.
     """
     counts = targets.counts
     draft_ids = torch.arange(model.draft_vocab_size, device=hidden.device)
@@ -56,7 +60,7 @@ def full_vocabulary_sums(hidden: Tensor, model: Any, teacher: Any, targets: Bloc
     mass, accepted, greedy = (torch.zeros(counts.shape, dtype=torch.float32, device=hidden.device) for _ in range(3))
     for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
-        q = model.heads.logits(hidden[part], targets.previous_ids[part]).float().softmax(dim=-1)
+        q = heads.rows(part).logits(hidden[part], targets.previous_ids[part]).float().softmax(dim=-1)
         states = targets.states[part] if targets.state_index is None else targets.states[targets.state_index[part]]
         logits = teacher.full_logits(states).float()
         p = (logits[..., kept] - logits.logsumexp(dim=-1, keepdim=True)).exp()

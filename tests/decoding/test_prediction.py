@@ -32,7 +32,12 @@ class TableModel:
         self.tables = tables
         self.layout = BlockLayout(tables.depths + (not sample_from_anchor), sample_from_anchor)
         self.draft_vocab_size = len(tables.verifier_ids)
-        self.heads = self
+
+    def heads_of(self, hidden: Tensor, anchor_ids: Tensor) -> TableModel:
+        return self
+
+    def rows(self, blocks: slice) -> TableModel:
+        return self
 
     def draft_hidden(self, batch: PackedBatch, num_slots: int | None = None) -> Tensor:
         assert num_slots is not None

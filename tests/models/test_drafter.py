@@ -67,7 +67,9 @@ def test_proposal_equals_the_training_forward(layout: dict, window: dict, heads:
     for place, anchor in enumerate(anchors):
         for n in (1, model.layout.max_draft_tokens):
             slots = model.layout.query_slots(n)
-            trained = model.predicting(model.draft_hidden(row, num_slots=slots, attn_impl="reference"))[place]
+            slot_states = model.draft_hidden(row, num_slots=slots, attn_impl="reference")
+            trained = model.predicting(slot_states)[place]
+            trained_heads = model.heads_of(slot_states, row.anchor_ids).rows(slice(place, place + 1))
             drafter = drafter_at(model, row, anchor, [1, 2, 4, 9])
             anchor_id = int(row.input_ids[anchor])
             served = drafter.block_hidden(0, anchor_id, slots)
@@ -75,10 +77,10 @@ def test_proposal_equals_the_training_forward(layout: dict, window: dict, heads:
 
             (draft,) = drafter.propose([anchor_id], n, sampling, torch.Generator().manual_seed(anchor))
             previous = torch.cat([torch.tensor([anchor_id]), draft.tokens[:-1]])
-            logits = model.heads.logits(trained[None], previous[None])[0]
+            logits = trained_heads.logits(trained[None], previous[None])[0]
             torch.testing.assert_close(draft.probabilities, probabilities(logits, sampling), rtol=0, atol=1e-10)
             assert torch.equal(draft.tokens, model.draft_to_verifier(draft.draft_ids))
-            confidence = model.heads.confidence_logits(trained[None], previous[None])
+            confidence = trained_heads.confidence_logits(trained[None], previous[None])
             if confidence is None:
                 assert draft.confidence is None
             else:
@@ -86,7 +88,7 @@ def test_proposal_equals_the_training_forward(layout: dict, window: dict, heads:
 
             (greedy,) = drafter.propose([anchor_id], n, GREEDY)
             previous = torch.cat([torch.tensor([anchor_id]), greedy.tokens[:-1]])
-            assert torch.equal(greedy.draft_ids, model.heads.logits(trained[None], previous[None])[0].argmax(dim=-1))
+            assert torch.equal(greedy.draft_ids, trained_heads.logits(trained[None], previous[None])[0].argmax(dim=-1))
             assert greedy.probabilities is None
 
 

@@ -55,6 +55,22 @@ def test_teacher_forced_bias_is_the_formula(head_type: Any) -> None:
 
 
 @pytest.mark.parametrize("head_type", TYPES)
+def test_slots_that_predict_nothing_come_before_the_others(head_type: Any) -> None:
+    """The fill-in layout's anchor slot is read first, as in upstream's training; only an rnn head remembers it."""
+    head = head_of(head_type)
+    lm_head = torch.nn.Linear(HIDDEN, DRAFT, bias=False).double()
+    hidden = torch.randn(3, 5, HIDDEN, dtype=torch.float64)
+    previous = torch.randint(0, VOCAB, (3, 5))
+    whole = lm_head(hidden) + bias_by_loops(head, hidden, previous)
+    heads = DraftHeads(lm_head, head).after(hidden, previous[:, 0], 1)
+    torch.testing.assert_close(heads.logits(hidden[:, 1:], previous[:, 1:]), whole[:, 1:], rtol=0, atol=1e-12)
+    parts = sum(torch.nn.functional.linear(*part) for part in heads.linear_parts(hidden[:, 1:], previous[:, 1:]))
+    torch.testing.assert_close(parts, whole[:, 1:], rtol=0, atol=1e-12)
+    last = heads.rows(slice(2, 3)).logits(hidden[2:, 1:], previous[2:, 1:])
+    torch.testing.assert_close(last, whole[2:, 1:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("head_type", TYPES)
 def test_steps_equal_teacher_forcing(head_type: Any) -> None:
     head = head_of(head_type)
     hidden = torch.randn(3, 4, HIDDEN, dtype=torch.float64)
