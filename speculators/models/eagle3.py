@@ -80,6 +80,8 @@ class Eagle3DraftModel(ChainModel):
 
     config_class: Any = Eagle3SpeculatorConfig
     config: Eagle3SpeculatorConfig
+    #: Upstream 0.9.0 writes both, and its reader leaves uninitialised memory where a file lacks them.
+    always_complete = True
     _no_split_modules: Any = ("ChainDecoderLayer",)
 
     def add_network(self, config: Any) -> None:

@@ -1,7 +1,7 @@
 """Writing checkpoints: which tensors a file holds, their listing without their values, the folder, and the hub.
 
-The frozen ``embed_tokens`` and ``lm_head`` are copies of the verifier's, so by default they are left out where the verifier
-can supply them (a reduced ``lm_head`` is written: engines need it); ``include_embeddings=True`` writes them too.
+The frozen ``embed_tokens`` and ``lm_head`` are copies of the verifier's, so by default they are left out where every reader
+takes them from the verifier (a reduced ``lm_head`` is written: engines need it); ``include_embeddings=True`` writes them too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ class WritableModel(DraftVocabularyMixin, PreTrainedModel):
 
     config: Any
 
+    #: Whether a file of this family always holds ``embed_tokens`` and ``lm_head``.
+    always_complete: ClassVar[bool] = False
+
     @classmethod
     def registered_model_class_from_config(cls, config: SpeculatorModelConfig) -> type[WritableModel]:
         """The model class of a config."""
@@ -45,7 +48,7 @@ class WritableModel(DraftVocabularyMixin, PreTrainedModel):
         tensors = dict(self.state_dict())
         if state_dict is not None:
             tensors.update(state_dict)
-        if not include_embeddings:
+        if not (include_embeddings or self.always_complete):
             if not self.trains_embeddings:
                 tensors.pop(EMBEDDING, None)
             if not self.reduced_vocabulary:

@@ -115,7 +115,10 @@ def test_the_verifier_is_read_only_for_what_is_absent(
     inside = {entry.name for entry in listing}
     parts: dict[str, VerifierPart] = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
     absent = [part for name, part in parts.items() if name not in inside]
-    assert absent or include_embeddings or fields.get("draft_vocab_size")
+    # Upstream reads uninitialised memory where an EAGLE file lacks a part, so these are always complete.
+    assert model.always_complete == (family in ("eagle3", "peagle"))
+    assert not (absent and model.always_complete)
+    assert absent or include_embeddings or model.always_complete or fields.get("draft_vocab_size")
     asked: list[VerifierPart] = []
     read_parts = base.read_verifier_weights
 

@@ -1,5 +1,6 @@
 """Flags, files, defaults: precedence, provenance, warnings, refusals, and the way back from run.yaml."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -201,6 +202,14 @@ def test_every_config_comes_back_from_its_yaml_and_from_its_command(lr, window, 
     }
     assert TrainConfig.from_flat(flat) == config
     assert TrainConfig.resolve(flags_of(config)) == config
+
+
+def test_loss_weights_are_written_as_json_and_read_in_both_forms(tmp_path: Path) -> None:
+    weights = {"ce": 0.5, "tv": 1.5}
+    dumped = yaml.safe_load(TrainConfig.from_flat(speculator_type="dspark", loss_fn=weights).dump_yaml())["train"]
+    assert json.loads(dumped["loss"]["loss_fn"]) == weights
+    for text in (yaml.safe_dump(dumped), "speculator_type: dspark\nloss: {loss_fn: {ce: 0.5, tv: 1.5}}"):
+        assert TrainConfig.from_sources(config_path=write(tmp_path, text)).loss.loss_fn == weights
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -186,7 +187,9 @@ class TrainConfig(BaseModel):
         for group, name, field in self.settings():
             value = getattr(getattr(self, group) if group else self, name)
             if value != field.get_default(call_default_factory=True):
-                (out.setdefault(group, {}) if group else out)[name] = value
+                # Loss weights as JSON text, the only form that upstream reads.
+                written = json.dumps(value) if isinstance(value, dict) else value
+                (out.setdefault(group, {}) if group else out)[name] = written
         return out
 
     def dump_yaml(self) -> str:

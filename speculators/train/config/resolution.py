@@ -141,6 +141,7 @@ def from_sources(
 ) -> TrainConfig:
     """See :meth:`TrainConfig.from_sources`."""
     from_file = _read_yaml(Path(config_path)) if config_path is not None else {}
+    from_file = {name: _parse_json(name, value) for name, value in from_file.items()}
     from_flags = {name: _parse_json(name, value) for name, value in {**(cli or {}), **(backend_cli or {})}.items()}
     unknown = [name for name in from_flags if not _is_setting(name)]
     if unknown:
@@ -173,7 +174,7 @@ def _is_setting(name: str) -> bool:
 
 
 def _parse_json(name: str, value: Any) -> Any:
-    """The JSON object of a flag that takes one (loss weights); other values may begin with a brace, as ``{time}`` does."""
+    """The JSON object of a setting that takes one (loss weights); other values may begin with a brace, as ``{time}`` does."""
     if isinstance(value, str) and value.lstrip().startswith("{") and _takes_object(name):
         try:
             return json.loads(value)
