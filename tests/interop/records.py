@@ -1,7 +1,7 @@
 """What the conformance tests measured, as rows of the table in ``docs/conformance.md``.
 
 Every test calls :func:`record` with what it measured, *before* it asserts anything about it. ``python -m
-tests.interop.records`` writes the table from the rows of the latest run.
+tests.interop.records`` writes the table from these rows; of a peer that no row is about, the table keeps what it has.
 """
 
 from __future__ import annotations
@@ -59,12 +59,28 @@ def table(rows: list[Measurement]) -> str:
     return "\n".join(lines)
 
 
+def kept_rows(written: str, rows: list[Measurement]) -> list[Measurement]:
+    """Rows of a written table that are about other peers than ``rows``."""
+    peers = {row.peer for row in rows}
+    found = []
+    for line in written.strip().splitlines()[2:]:
+        row = Measurement(*(cell.strip() for cell in line.strip("|").split(" | ")))  # type: ignore[arg-type]
+        if row.peer not in peers:
+            found.append(row)
+    return found
+
+
+def merged(text: str, rows: list[Measurement]) -> str:
+    """The document with these rows in its table."""
+    head, rest = text.split(START)
+    written, tail = rest.split(END)
+    everything = sorted([*kept_rows(written, rows), *rows], key=lambda row: (row.peer, *asdict(row).values()))
+    return f"{head}{START}\n{table(everything)}\n{END}{tail}"
+
+
 def write_table() -> None:
     """Put the table between the marks of the document."""
-    text = TABLE.read_text(encoding="utf-8")
-    head, rest = text.split(START)
-    _, tail = rest.split(END)
-    TABLE.write_text(f"{head}{START}\n{table(read_rows())}\n{END}{tail}", encoding="utf-8")
+    TABLE.write_text(merged(TABLE.read_text(encoding="utf-8"), read_rows()), encoding="utf-8")
 
 
 if __name__ == "__main__":
