@@ -21,7 +21,7 @@ from speculators.train.config import TrainConfig
 from speculators.train.config.derived import check_runnable, derive
 from speculators.train.config.resolution import flags_of
 from speculators.train.drafts import planned_config
-from speculators.train.shape import config_of, write_fresh
+from speculators.train.shape import shape_of, write_fresh
 from tests.models.test_checkpoints import draft, files
 from tests.presets import EXAMPLES, VERIFIERS, verifier_folder
 
@@ -45,7 +45,7 @@ def settings(name: str) -> TrainConfig:
 
 
 def preset(name: str, folder: Path) -> Any:
-    return config_of(str(EXAMPLES / f"{name}.yaml"), str(verifier_folder(name, folder)))
+    return shape_of(str(EXAMPLES / f"{name}.yaml"), str(verifier_folder(name, folder))).config
 
 
 def counted(config: Any) -> tuple[int, int]:
@@ -132,7 +132,7 @@ ON_THE_CARD = {
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "rope_theta", "draft_vocab_size", "mask_token_id", "total_seq_len", "max_anchors", "apply_verifier_norm", "block_size",
     "dflash_decay_gamma", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "loss_fn",
-    "lr", "scheduler_type", "scheduler_warmup_steps", "max_steps", "gradient_accumulation_steps",
+    "lr", "scheduler_type", "scheduler_warmup_steps", "max_steps", "gradient_accumulation_steps", "checkpoint_embeddings",
     "speculator_type", "verifier_name_or_path", "model_type",
 }  # fmt: skip
 
@@ -231,7 +231,7 @@ def narrow_kimi(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("include_embeddings", [True, False])
 def test_a_narrow_kimi_file_holds_what_its_listing_says(include_embeddings: bool, tmp_path: Path) -> None:
     path, verifier = narrow_kimi(tmp_path)
-    config = config_of(str(path), str(verifier))
+    config = shape_of(str(path), str(verifier)).config
     model: Any = SpeculatorModel.without_weights(config)
     listing = model.checkpoint_listing(include_embeddings=include_embeddings)
     expected = kimi_entries(config.transformer_layer_config, 10240, 2000, 16)
@@ -261,13 +261,15 @@ def test_a_full_shape_is_written_when_asked(size: int | str, tmp_path: Path) -> 
 def test_the_command_lists_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, verifier = narrow_kimi(tmp_path)
     arguments = ["tensors", str(path), "--verifier-config", str(verifier)]
-    assert run([*arguments, "--include-embeddings"]) == 0
+    assert run(arguments) == 0
     text = capsys.readouterr().out
     assert "embed_tokens.weight" in text
     assert text.splitlines()[-1].startswith("44 tensors, ")
+    assert run([*arguments, "--no-include-embeddings", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == 43
     assert run([*arguments, "--json", "--write", str(tmp_path / "draft")]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert len(listed["tensors"]) == 43
+    assert len(listed["tensors"]) == 44
     assert listed["bytes"] == sum(entry.nbytes for entry in WeightFiles(tmp_path / "draft").entries())
     for source in (tmp_path / "draft", tmp_path / "draft" / "config.json"):
         assert run(["tensors", str(source), "--json"]) == 0

@@ -27,8 +27,11 @@ def tensors(
         str | None, typer.Option(help="Folder with the verifier's config.json, for a training; its own verifier by default.")
     ] = None,
     include_embeddings: Annotated[
-        bool, typer.Option("--include-embeddings", help="The form that carries the verifier's embeddings and head.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            help="Whether it carries the verifier's embeddings and head; as the draft or the training says by default."
+        ),
+    ] = None,
     dtype: Annotated[_Dtype, typer.Option(help="Type of the weights.")] = _Dtype.bfloat16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     write: Annotated[
@@ -42,14 +45,14 @@ def tensors(
     import torch
 
     from speculators.models import SpeculatorModel
-    from speculators.train.shape import config_of, write_fresh
+    from speculators.train.shape import shape_of, write_fresh
 
-    config = config_of(source, verifier_config)
+    shape = shape_of(source, verifier_config)
+    carried = shape.include_embeddings if include_embeddings is None else include_embeddings
     torch_dtype = getattr(torch, dtype.value)
-    model = SpeculatorModel.without_weights(config)
-    entries = model.checkpoint_listing(dtype=torch_dtype, include_embeddings=include_embeddings)
+    entries = SpeculatorModel.without_weights(shape.config).checkpoint_listing(dtype=torch_dtype, include_embeddings=carried)
     if write is not None:
-        write_fresh(config, write, dtype=torch_dtype, include_embeddings=include_embeddings)
+        write_fresh(shape.config, write, dtype=torch_dtype, include_embeddings=carried)
     total = sum(entry.nbytes for entry in entries)
     if as_json:
         typer.echo(json.dumps({"tensors": [asdict(entry) for entry in entries], "bytes": total}, indent=2))

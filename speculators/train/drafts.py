@@ -295,13 +295,14 @@ def build_loss_config(config: TrainConfig) -> LossConfig:
     )
 
 
-def save_draft(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def save_draft(model: Any, folder: Path, dtype: torch.dtype, include_embeddings: bool = False) -> None:
     """Write the draft's config and weights into ``folder``.
 
+    :param include_embeddings: the verifier's embeddings and head, too.
     :raises SpeculatorsError: when the disk is full; the files that were there stay.
     """
     try:
-        model.save_pretrained(folder, dtype=dtype)
+        model.save_pretrained(folder, dtype=dtype, include_embeddings=include_embeddings)
     except OSError as error:
         if not disk_is_full(error):
             raise

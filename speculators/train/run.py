@@ -92,7 +92,8 @@ def train(
             verifier = load_verifier(path, device=accelerator.device, trust_remote_code=trust)
         draft = _draft(config, split, verifier)
         if config.dry_run:
-            main_first(accelerator, lambda: save_draft(draft, folder.path, torch.bfloat16))
+            embeddings = config.trainer.checkpoint_embeddings
+            main_first(accelerator, lambda: save_draft(draft, folder.path, torch.bfloat16, embeddings))
             return TrainResult("finished", 0, 0, checkpoint=folder.path)
         if source is None:
             source = _source(config, split, verifier, draft.target_layer_ids)

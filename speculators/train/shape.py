@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,24 @@ import torch
 from speculators.config import SpeculatorModelConfig
 from speculators.errors import ConfigError
 from speculators.models import SpeculatorModel
+from speculators.models.checkpoint_files import WeightFiles, has_weights
 from speculators.models.verifier_weights import read_verifier_config
 from speculators.train.config.model import TrainConfig
 from speculators.train.drafts import planned_config
 
-__all__ = ["config_of", "write_fresh"]
+__all__ = ["Shape", "shape_of", "write_fresh"]
 
 
-def config_of(source: str, verifier_config: str | None = None) -> Any:
-    """The draft's config that ``source`` describes.
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A draft's config, and whether its checkpoints carry the verifier's embeddings and head."""
+
+    config: Any
+    include_embeddings: bool
+
+
+def shape_of(source: str, verifier_config: str | None = None) -> Shape:
+    """The draft that ``source`` describes.
 
     :param source: a draft's folder or hub id, its ``config.json``, or the YAML file of a training that would make the draft.
     :param verifier_config: for a training: where the verifier's config is read; the training's own verifier when None.
@@ -28,7 +38,10 @@ def config_of(source: str, verifier_config: str | None = None) -> Any:
     """
     if not source.endswith((".yaml", ".yml")):
         path = Path(source)
-        return SpeculatorModelConfig.from_pretrained(path.parent if path.name == "config.json" else source)
+        folder = path.parent if path.name == "config.json" else path
+        config = SpeculatorModelConfig.from_pretrained(folder if folder.is_dir() else source)
+        carried = has_weights(folder) and "embed_tokens.weight" in WeightFiles(folder).index
+        return Shape(config, carried)
     settings = TrainConfig.from_sources(config_path=source)
     if settings.draft.from_pretrained:
         raise ConfigError(f"{source} goes on from the draft {settings.draft.from_pretrained}; list that one")
@@ -36,7 +49,8 @@ def config_of(source: str, verifier_config: str | None = None) -> Any:
     place = verifier_config or verifier.verifier_name_or_path
     if not place:
         raise ConfigError(f"{source} names no verifier; give the folder of one with --verifier-config")
-    return planned_config(settings, read_verifier_config(place, verifier.trust_remote_code))
+    config = planned_config(settings, read_verifier_config(place, verifier.trust_remote_code))
+    return Shape(config, settings.trainer.checkpoint_embeddings)
 
 
 def write_fresh(

@@ -360,9 +360,9 @@ class Trainer:
         extra = {"train_command.txt": command_record(self.config)}
         if validation:
             extra["val_metrics.json"] = json.dumps(validation, indent=1)
-        dtype = torch.bfloat16 if settings.checkpoint_dtype == "bfloat16" else torch.float32
+        form: Any = {"dtype": getattr(torch, settings.checkpoint_dtype), "include_embeddings": settings.checkpoint_embeddings}
         checkpoint = store.save(
-            lambda path: self.draft.save_pretrained(path, dtype=dtype, state_dict=captured_weights(tensors)),
+            lambda path: self.draft.save_pretrained(path, state_dict=captured_weights(tensors), **form),
             tensors,
             {**record, **self.position.record(), **changes, "total_steps": self.result.total_steps},
             label=label,

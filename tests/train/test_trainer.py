@@ -13,6 +13,7 @@ from speculators.data import RowDataset
 from speculators.data.rows import Row
 from speculators.errors import ConfigError, DataError, SpeculatorsError, VerifierError
 from speculators.models import SpeculatorModel
+from speculators.models.checkpoint_files import WeightFiles
 from speculators.train import StepInfo, TrainResult, train
 from speculators.train.checkpoints import CheckpointStore
 from tests.train.helpers import RowByRowSource, loaded_verifier, settings, tiny_rows
@@ -252,6 +253,15 @@ def test_dry_run_saves_a_first_draft_and_trains_nothing(run, tmp_path: Path) -> 
     assert result.global_step == 0
     assert SpeculatorModel.from_pretrained(tmp_path / "run").config.block_size == 4
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_checkpoints_can_carry_the_verifiers_parts(dry_run: bool, run) -> None:
+    result = run(epochs=1, dry_run=dry_run, checkpoint_embeddings=True, draft_vocab_size=24)
+    found = WeightFiles(result.checkpoint).read(["embed_tokens.weight", "lm_head.weight"])
+    model: Any = SpeculatorModel.from_pretrained(result.checkpoint, verifier="nowhere")
+    assert torch.equal(found["embed_tokens.weight"].float(), model.embed_tokens.weight)
+    assert found["lm_head.weight"].shape[0] == 24
 
 
 def test_going_on_from_a_draft(run, tmp_path: Path) -> None:

@@ -237,6 +237,12 @@ class TrainerSettings(Group):
     checkpoint_dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "Type of the draft's weights on disk; the training state is always float32.", own=True, cosmetic=True
     )
+    checkpoint_embeddings: bool = setting(
+        False,
+        "Write the verifier's embeddings and head into checkpoints too; readers then need no verifier.",
+        own=True,
+        cosmetic=True,
+    )
     save_best: bool = setting(False, "Keep only the best and the newest checkpoint of this run.", cosmetic=True)
     no_resume_from_checkpoint: bool = setting(False, "Start anew; an earlier run in the folder is moved aside.", cosmetic=True)
     log_freq: int = setting(1, "Log every so many steps.", ge=1, cosmetic=True)
