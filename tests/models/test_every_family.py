@@ -84,6 +84,9 @@ def test_config_file(family: str, fields: dict[str, Any], verifier: Path, tmp_pa
     assert own | {"architectures", "dtype", "tie_word_embeddings", "transformers_version"} <= set(written)
     assert "auto_map" not in written
     assert "auto_map" not in written["transformer_layer_config"]
+    decoder = model.config.transformer_layer_config
+    shape = set(type(decoder).__dataclass_fields__) - set(PretrainedConfig.__dataclass_fields__) - set(decoder.attribute_map)
+    assert shape | {"model_type", "tie_word_embeddings"} <= set(written["transformer_layer_config"])
     assert written["architectures"] == [type(model).__name__]
     expected = SpeculatorModelConfig.from_pretrained(tmp_path)
     spellings = {type(model).__name__, *type(model.config).model_fields["architectures"].get_default(call_default_factory=True)}
