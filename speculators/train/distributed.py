@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import signal
@@ -93,10 +94,23 @@ def noticing_lost_processes() -> Iterator[None]:
         gone = "gloo" in str(error) and any(words in str(error) for words in _GONE)
         if not gone and not isinstance(error, torch.distributed.DistError):
             raise
+        _keep_process_group()
         raise LostProcessError(
             "another process of this training is gone (its own output may say why); run the same command again, which goes "
             "on from the last checkpoint"
         ) from error
+
+
+def _keep_process_group() -> None:
+    """Let the process group live until the process ends, whoever lets go of it.
+
+    gloo's destructor waits for its threads while it holds the interpreter; a thread that still has to give back the tensors
+    of a failed exchange waits for the interpreter, and both wait for ever.
+    """
+    group = torch.distributed.group.WORLD
+    if group is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        time.sleep(0.1)  # gives those threads the interpreter
 
 
 class StopSignals:

@@ -127,8 +127,9 @@ def train(
             started=started,
         )
         try:
-            result = trainer.run()
-            trainer.close()
+            with noticing_lost_processes():  # before the process group is let go
+                result = trainer.run()
+                trainer.close()
         finally:
             accelerator.end_training()
         return result

@@ -143,7 +143,11 @@ def test_the_other_ends_with_a_sentence_when_one_is_killed(folder: Path, rank: i
         group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     command = [sys.executable, str(KILLING), str(rank)]
     processes = [start(folder, run, command=command, accumulation=1, group={**group, "RANK": str(each)}) for each in (0, 1)]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert processes[rank].returncode == -signal.SIGKILL
     assert processes[1 - rank].returncode == 1
     assert outputs[1 - rank].splitlines()[-1].startswith("error: another process of this training is gone")
