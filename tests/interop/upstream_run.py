@@ -95,7 +95,8 @@ class UpstreamRun:
         entries = []
         for number, case in enumerate(CASES):
             ours.save_ours(case, self.verifier, self.checkpoint(case, "ours -> peer"), seed=number)
-            entries += [self._entry(case, direction, number) for direction in DIRECTIONS]
+            # Both draw alike: another seed gives other weights.
+            entries += [self._entry(case, direction, len(CASES) + number) for direction in DIRECTIONS]
         for size in DRAFT_VOCAB_SIZES:
             save_mapping(folder, ours.vocabulary(size))
         (folder / "run.yaml").write_text(dumped_settings(), encoding="utf-8")
