@@ -137,6 +137,8 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
     registry: ClassVar[dict[str, type[SpeculatorModelConfig]]] = {}
     #: What a key of ours means in a file that lacks it, where other writers mean something else than our default.
     meaning_of_absent: ClassVar[dict[str, Any]] = {}
+    #: Keys that a checkpoint must have, since readers and writers of the past disagree about what their absence means.
+    must_be_written: ClassVar[frozenset[str]] = frozenset()
 
     architectures: list[str] | None = None
     dtype: Any = None
@@ -276,6 +278,15 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
             raise UnsupportedCheckpointError(
                 f"{str(pretrained_model_name_or_path)!r} is not a speculator checkpoint: Loading a non-speculator model config "
                 "is not supported yet; convert it first: speculators convert CHECKPOINT --verifier VERIFIER"
+            )
+        name = values[cls.schema_discriminator]
+        if name not in cls.registry:
+            cls._discover()
+        needed = cls.registry[name].must_be_written if name in cls.registry else frozenset()
+        for key in sorted(needed - {*values, *kwargs}):
+            raise ConfigError(
+                f"config.json at {str(pretrained_model_name_or_path)!r} does not say {key}, which trees and engines take for "
+                "different things; write it there, or let `speculators convert` read the checkpoint"
             )
         return cls.from_dict(values, **kwargs)
 

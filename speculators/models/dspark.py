@@ -6,7 +6,7 @@ semi-autoregressively; a confidence head predicts each token's acceptance. Paper
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
@@ -23,6 +23,9 @@ __all__ = ["DSparkDraftModel", "DSparkSpeculator", "DSparkSpeculatorConfig"]
 @SpeculatorModelConfig.register("dspark")
 class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
     """Config of a DSpark draft; the keys are those of ``config.json``."""
+
+    #: Missing, it is fill-in for vLLM and for trees older than the key, anchor-first for upstream's class.
+    must_be_written: ClassVar[frozenset[str]] = frozenset({"sample_from_anchor"})
 
     speculators_model_type: Literal["dspark"] = "dspark"  # type: ignore[assignment]
     architectures: list[str] | None = Field(default_factory=lambda: ["DSparkSpeculator"])

@@ -263,3 +263,14 @@ def test_public_names() -> None:
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, speculators; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_checkpoint_that_does_not_say_its_layout_is_refused(tmp_path: Path) -> None:
+    config = draft_config("dspark")
+    config.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["sample_from_anchor"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="does not say sample_from_anchor"):
+        SpeculatorModelConfig.from_pretrained(tmp_path)
+    assert SpeculatorModelConfig.from_pretrained(tmp_path, sample_from_anchor=False).sample_from_anchor is False
