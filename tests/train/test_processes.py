@@ -26,7 +26,7 @@ train:
   verifier: {verifier_name_or_path: verifier}
   draft: {num_layers: 1, target_layer_ids: [1, 2], mask_token_id: 3}
   data: {data_path: rows, total_seq_len: 64, max_anchors: 16, hidden_states_dtype: float32}
-  optimizer: {lr: 1e-2}
+  optimizer: {lr: 1e-3}  # upstream's default; a higher one makes more of two processes' rounding with every step
   trainer: {epochs: 1000, max_steps: %d, checkpoint_freq: 100, checkpoint_steps: 7, val_freq: 10}
   dflash: {block_size: 4}
   dspark: {markov_rank: 8}
@@ -115,9 +115,8 @@ def test_two_processes_train_as_one(kind: str, whole: Path, request: pytest.Fixt
     run: Path = request.getfixturevalue(kind)
     one, two = records(whole, "train"), records(run, "train")
     assert len(two) == STEPS
-    for step, (first, second) in enumerate(zip(one[:20], two[:20], strict=True)):
-        # Equal to the last bits at first; training at this rate then makes more of the rounding with every step.
-        assert second["loss"] == pytest.approx(first["loss"], abs=1e-5 if step < 8 else 1e-4)
+    for first, second in zip(one[:20], two[:20], strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
         assert second["anchor_coverage"] == first["anchor_coverage"]
     assert records(run, "val")[0]["loss"] == pytest.approx(records(whole, "val")[0]["loss"], abs=1e-4)
