@@ -18,7 +18,7 @@ from speculators.verifiers.loading import load_verifier
 from speculators.verifiers.transformers_source import TransformersSource
 from tests.interop.environments import peer_python, run_peer
 from tests.interop.records import Measurement, record
-from tests.interop.vllm_cases import VOCAB, Case, build_draft, cases, vllm_verifier
+from tests.interop.vllm_cases import VOCAB, Case, build_draft, cases, save_draft, vllm_verifier
 
 pytestmark = pytest.mark.interop
 
@@ -44,14 +44,14 @@ class Measured:
         jobs = []
         for number, (name, case) in enumerate(CASES.items()):
             model = build_draft(case, folder / "verifier", seed=number)
-            model.save_pretrained(folder / str(number), include_embeddings=case.include_embeddings)
+            path = folder / str(number)
+            save_draft(case, model, path, folder / "verifier")
             rows = [Row(index, tokens[:-1].numpy(), tokens[:-1].numpy() > 0) for index, tokens in enumerate(self.tokens)]
             source = TransformersSource(verifier, model.target_layer_ids)
             self.features[name] = [states.features for states in source.fetch(rows)]
             self.ours[name] = [drafted(model, *pair) for pair in zip(self.tokens, self.features[name])]
             contexts |= {f"{name}.{index}.features": features for index, features in enumerate(self.features[name])}
-            job = {"name": name, "model": str(folder / str(number)), "speculative_config": None}
-            jobs.append(job | {"crashes": case.verdict == "crashes", "cpu_key_norm": case.cpu_key_norm})
+            jobs.append(self._job(name, case, path, folder / "verifier", model.config.speculative_tokens))
         (folder / "job.json").write_text(json.dumps({"cases": jobs}), encoding="utf-8")
         save_file(contexts, folder / "contexts.safetensors")
         answer = run_peer("vllm", "vllm_forward.py", folder, VLLM_CPU_KVCACHE_SPACE="1")
@@ -59,20 +59,30 @@ class Measured:
         self.reports: dict[str, dict[str, Any]] = answer["cases"]
         self.theirs = load_file(folder / "results.safetensors")
 
+    def _job(self, name: str, case: Case, path: Path, verifier: Path, tokens: int) -> dict[str, Any]:
+        """What vLLM is asked: to serve the draft's folder, or, with a native draft, the verifier and the draft."""
+        job = {"name": name, "model": str(path), "speculative_config": None, "block_size": 128}
+        if case.native:
+            speculative = {"method": case.family, "model": str(path), "num_speculative_tokens": tokens}
+            # 16 is the block size of vLLM's CPU kernel for latent attention.
+            size = 16 if case.draft_arch == "deepseek_v3" else 128
+            job |= {"model": str(verifier), "speculative_config": speculative, "block_size": size}
+        return job | {"crashes": case.verdict == "crashes", "cpu_key_norm": case.cpu_key_norm}
+
     def their(self, name: str, what: str) -> list[Tensor]:
         return [self.theirs[f"{name}.{index}.{what}"] for index in range(len(LENGTHS))]
 
 
 def drafted(model: Any, tokens: Tensor, features: Tensor) -> dict[str, Tensor]:
-    """What our drafter makes of a context; states of the predicting slots ``[n, H]``."""
+    """What our drafter makes of a context; ``hidden`` ``[n, H]`` are the states that the output head reads."""
+    states: list[Tensor] = []
+    hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     drafter = model.drafter()
     drafter.start(1)
     drafter.extend([tokens[:-1]], [features])
-    n = drafter.max_draft_tokens
-    draft = drafter.propose([int(tokens[-1])], n, SamplingParams())[0]
-    with torch.no_grad():
-        hidden = drafter.block_hidden(0, int(tokens[-1]), model.layout.query_slots(n))
-    found = {"hidden": hidden, "tokens": draft.tokens}
+    draft = drafter.propose([int(tokens[-1])], model.config.speculative_tokens, SamplingParams())[0]
+    hook.remove()
+    found = {"hidden": torch.cat(states), "tokens": draft.tokens}
     return found if draft.confidence is None else found | {"confidence": draft.confidence}
 
 

@@ -2,9 +2,9 @@
 
     python vllm_forward.py JOB_FOLDER
 
-``job.json`` in the folder: ``cases``, each with ``name``, ``model`` and ``speculative_config`` as one gives them to vLLM (a draft
-in the speculators format is the ``model``, without more). ``contexts.safetensors``: ``tokens.I`` [T + 1], a context and its
-anchor, and per case ``CASE.I.features`` [T, M, H], the verifier's states.
+``job.json`` in the folder: ``cases``, each with ``name``, ``model`` and ``speculative_config`` as one gives them to vLLM (a
+draft in the speculators format is the ``model``, without more). ``contexts.safetensors``: ``tokens.I`` [T + 1], a context and
+its anchor, and per case ``CASE.I.features`` [T, M, H], the verifier's states.
 
 vLLM reads the draft's config and weights itself; attention is its own CPU kernel over a paged cache that is allocated here. A
 DFlash or Eagle3 draft is run by vLLM's proposer. DSpark has one only in the runner that needs Triton, so the few lines between
@@ -15,6 +15,7 @@ made of each config, or the error with which it refused it.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -87,6 +88,7 @@ class Paged:
             query_start_loc=starts,
             query_start_loc_cpu=starts,
             seq_lens=torch.tensor([start + count], dtype=torch.int32),
+            seq_lens_cpu_upper_bound=torch.tensor([start + count], dtype=torch.int32),
             num_reqs=1,
             num_actual_tokens=count,
             max_query_len=count,
@@ -202,6 +204,7 @@ def run_case(case: dict[str, Any], contexts: dict[str, Tensor], results: dict[st
         max_model_len=MAX_LENGTH,
         max_num_batched_tokens=MAX_LENGTH,
         max_num_seqs=2,
+        block_size=case["block_size"],
         speculative_config=case["speculative_config"],
     )
     config = arguments.create_engine_config()
@@ -252,6 +255,8 @@ def main(folder: Path) -> None:
     results: dict[str, Tensor] = {}
     # Before this process has threads, which a fork would not have.
     reports = {case["name"]: in_a_fork(case, contexts) for case in job["cases"] if case["crashes"]}
+    gc.collect()
+    gc.freeze()  # vLLM collects garbage after each model, which would go through all that was imported every time
     with distributed():
         for case in job["cases"]:
             if case["crashes"]:
