@@ -35,7 +35,7 @@ class Measured:
 
     def __init__(self, folder: Path) -> None:
         peer_python("vllm")
-        verifier = load_verifier(vllm_verifier(folder))
+        verifiers = {latent: load_verifier(vllm_verifier(folder, latent)) for latent in (False, True)}
         generator = torch.Generator().manual_seed(5)
         self.tokens = [torch.randint(6, VOCAB, (length + 1,), generator=generator) for length in LENGTHS]
         self.features: dict[str, list[Tensor]] = {}
@@ -43,15 +43,16 @@ class Measured:
         contexts = {f"tokens.{index}": tokens for index, tokens in enumerate(self.tokens)}
         jobs = []
         for number, (name, case) in enumerate(CASES.items()):
-            model = build_draft(case, folder / "verifier", seed=number)
+            verifier = verifiers[case.draft_arch == "deepseek_v3"]
+            model = build_draft(case, Path(verifier.name), seed=number)
             path = folder / str(number)
-            save_draft(case, model, path, folder / "verifier")
+            save_draft(case, model, path, Path(verifier.name))
             rows = [Row(index, tokens[:-1].numpy(), tokens[:-1].numpy() > 0) for index, tokens in enumerate(self.tokens)]
             source = TransformersSource(verifier, model.target_layer_ids)
             self.features[name] = [states.features for states in source.fetch(rows)]
             self.ours[name] = [drafted(model, *pair) for pair in zip(self.tokens, self.features[name])]
             contexts |= {f"{name}.{index}.features": features for index, features in enumerate(self.features[name])}
-            jobs.append(self._job(name, case, path, folder / "verifier", model.config.speculative_tokens))
+            jobs.append(self._job(name, case, path, verifier.name, model.config.speculative_tokens))
         (folder / "job.json").write_text(json.dumps({"cases": jobs}), encoding="utf-8")
         save_file(contexts, folder / "contexts.safetensors")
         answer = run_peer("vllm", "vllm_forward.py", folder, VLLM_CPU_KVCACHE_SPACE="1")
@@ -59,14 +60,14 @@ class Measured:
         self.reports: dict[str, dict[str, Any]] = answer["cases"]
         self.theirs = load_file(folder / "results.safetensors")
 
-    def _job(self, name: str, case: Case, path: Path, verifier: Path, tokens: int) -> dict[str, Any]:
+    def _job(self, name: str, case: Case, path: Path, verifier: str, tokens: int) -> dict[str, Any]:
         """What vLLM is asked: to serve the draft's folder, or, with a native draft, the verifier and the draft."""
         job = {"name": name, "model": str(path), "speculative_config": None, "block_size": 128}
         if case.native:
             speculative = {"method": case.family, "model": str(path), "num_speculative_tokens": tokens}
             # 16 is the block size of vLLM's CPU kernel for latent attention.
             size = 16 if case.draft_arch == "deepseek_v3" else 128
-            job |= {"model": str(verifier), "speculative_config": speculative, "block_size": size}
+            job |= {"model": verifier, "speculative_config": speculative, "block_size": size}
         return job | {"crashes": case.verdict == "crashes", "cpu_key_norm": case.cpu_key_norm}
 
     def their(self, name: str, what: str) -> list[Tensor]:

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from speculators.config import SpeculatorModelConfig, VerifierConfig
 from speculators.convert import convert_model
 from speculators.models import SpeculatorModel
 from speculators.models.draft_config import build_draft_config
 from speculators.models.vocabulary import d2t_from_t2d
-from tests.tiny import tiny_verifier
+from tests.tiny import tiny_tokenizer, tiny_verifier
 
 VOCAB, DRAFT_VOCAB, HIDDEN, WINDOW = 96, 40, 64, 16
 LAYER_IDS = (1, 3, 5)
@@ -50,16 +50,43 @@ class Case:
     verdict: Verdict = "equal"
 
 
-def vllm_verifier(folder: Path) -> Path:
-    """A tiny Llama verifier with a head size that vLLM's CPU attention knows."""
-    return tiny_verifier(
-        folder, vocab=VOCAB, layers=6, hidden=HIDDEN, heads=2, kv_heads=1, intermediate=96, initializer_range=0.1, seed=11
+def vllm_verifier(folder: Path, latent: bool = False) -> Path:
+    """A tiny verifier whose head sizes vLLM's CPU kernels know: Llama, or a dense DeepSeek-V3 for drafts of latent attention,
+    which vLLM runs beside a verifier of latent attention only."""
+    if not latent:
+        shape = {"vocab": VOCAB, "layers": 6, "hidden": HIDDEN, "heads": 2, "kv_heads": 1, "intermediate": 96}
+        return tiny_verifier(folder, **shape, initializer_range=0.1, seed=11)
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=24,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        max_position_embeddings=512,
+        first_k_dense_replace=6,
+        rope_parameters=LATENT_YARN,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        DeepseekV3ForCausalLM(config).save_pretrained(folder / "latent")
+    tiny_tokenizer().save_pretrained(folder / "latent")
+    return folder / "latent"
 
 
 def build_draft(case: Case, verifier: Path, seed: int = 0) -> Any:
     """The draft of a case with random weights, all of them far from what a fresh one has."""
-    decoder = _decoder(case, LlamaConfig.from_pretrained(verifier))
+    config = AutoConfig.from_pretrained(verifier)
+    decoder: Any = build_draft_config(config, num_layers=case.num_layers, draft_arch=case.draft_arch, sliding_window=0)
     decoder.update(case.decoder)
     values: dict[str, Any] = {"draft_vocab_size": DRAFT_VOCAB if case.reduced else VOCAB}
     if case.family in ("dspark", "dflash"):
@@ -101,29 +128,10 @@ def save_draft(case: Case, model: Any, path: Path, verifier: Path) -> None:
     flat = config["transformer_layer_config"] | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": NATIVE_TYPE}
     for key in ("draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output"):
         flat[key] = config[key]
-    flat["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"]}
+    # The verifier captures by the one, the draft counts by the other.
+    flat["eagle_aux_hidden_state_layer_ids"] = config["eagle_aux_hidden_state_layer_ids"]
+    flat["num_aux_hidden_states"] = len(config["eagle_aux_hidden_state_layer_ids"])
     (path / "config.json").write_text(json.dumps(flat), encoding="utf-8")
-
-
-def _decoder(case: Case, verifier: PretrainedConfig) -> PretrainedConfig:
-    if case.draft_arch != "deepseek_v3":
-        return build_draft_config(verifier, num_layers=case.num_layers, draft_arch=case.draft_arch, sliding_window=0)
-    # The only latent and rotated sizes of vLLM's CPU kernel.
-    return DeepseekV3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=24,
-        kv_lora_rank=512,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-        max_position_embeddings=512,
-        first_k_dense_replace=1,
-    )
 
 
 def _weights(name: str, parameter: Tensor, generator: torch.Generator, sharp: bool) -> Tensor:
@@ -209,14 +217,16 @@ def _chain_cases() -> Iterator[Case]:
 
 
 def _latent_cases() -> Iterator[Case]:
-    latent = partial(Case, family="eagle3", draft_arch="deepseek_v3", native=True)
+    latent = partial(Case, family="eagle3", draft_arch="deepseek_v3", native=True, num_layers=1)
     for reduced in (False, True):
         yield latent(f"latent attention, {'reduced' if reduced else 'full'} vocabulary", reduced=reduced)
     for name in ("fc_norm and norm_output", "norm_before_residual"):
         yield latent(f"latent attention, {name}", values=NORMS[name])
     # vLLM's loader joins the key latent to a query latent even where there is none.
     yield latent("latent attention, no query latent", decoder={"q_lora_rank": None}, verdict="refused")
-    yield latent("latent attention, yarn", decoder={"rope_parameters": LATENT_YARN})
+    # vLLM's CPU kernel does not rotate interleaved heads rightly; other implementations are used for YaRN.
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    yield latent("latent attention, rope without YaRN by the CPU kernel", decoder=plain, verdict="differs")
     yield Case("latent attention, speculators format", "eagle3", draft_arch="deepseek_v3", verdict="refused")
 
 

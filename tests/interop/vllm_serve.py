@@ -2,9 +2,8 @@
 
     python vllm_serve.py JOB.json
 
-The job: ``engine``, the arguments of ``LLM`` (a draft in the speculators format is the ``model``), ``prompts`` as token ids,
-``max_tokens`` and ``margin``. Prints, as JSON, each answer's tokens, how many rounds of each prompt drafted, accepted and emitted
-what, and where the two best logits of a generated token are closer than the margin.
+The job: ``engine``, the arguments of ``LLM`` (a draft in the speculators format is the ``model``), ``prompts`` as token ids and
+``max_tokens``. Prints, as JSON, each answer's tokens, how many of them each step of the engine brought, and the counters.
 """
 
 from __future__ import annotations
@@ -37,11 +36,21 @@ def main(path: Path) -> None:
         seed=0,
         **job["engine"],
     )
-    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in job["prompts"]]
-    sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True)
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    answers = [list(output.outputs[0].token_ids) for output in outputs]
-    print(json.dumps({"version": vllm.__version__, "answers": answers, "counts": spec_decode_counts(llm)}))
+    sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
+    engine = llm.llm_engine
+    for index, ids in enumerate(job["prompts"]):
+        engine.add_request(str(index), TokensPrompt(prompt_token_ids=ids), sampling)
+    answers: list[list[int]] = [[] for _ in job["prompts"]]
+    steps: list[list[int]] = [[] for _ in job["prompts"]]
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens = list(output.outputs[0].token_ids)
+            index = int(output.request_id)
+            if len(tokens) > len(answers[index]):
+                steps[index].append(len(tokens) - len(answers[index]))
+                answers[index] = tokens
+    counts = spec_decode_counts(llm)
+    print(json.dumps({"version": vllm.__version__, "answers": answers, "steps": steps, "counts": counts}))
 
 
 if __name__ == "__main__":
