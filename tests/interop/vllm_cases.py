@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +22,6 @@ from tests.tiny import tiny_tokenizer, tiny_verifier
 
 VOCAB, DRAFT_VOCAB, HIDDEN, WINDOW = 96, 40, 64, 16
 LAYER_IDS = (1, 3, 5)
-#: ``model_type`` of a native config of latent attention.
-NATIVE_TYPE = "kimi_k2"
 #: Mask token of the tiny tokenizer.
 MASK = 3
 
@@ -118,20 +115,9 @@ def save_draft(case: Case, model: Any, path: Path, verifier: Path) -> None:
     model.save_pretrained(path, include_embeddings=case.include_embeddings)
     if not case.native:
         return
-    if case.family in ("dspark", "dflash"):
-        written = path.with_name(f"{path.name}-speculators")
-        path.rename(written)
-        convert_model(str(written), str(verifier), case.family, str(path), to="vllm-native")
-        return
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    # As the published drafts; vLLM takes any draft whose model_type is "deepseek_v3" for MTP layers.
-    flat = config["transformer_layer_config"] | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": NATIVE_TYPE}
-    for key in ("draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output"):
-        flat[key] = config[key]
-    # The verifier captures by the one, the draft counts by the other.
-    flat["eagle_aux_hidden_state_layer_ids"] = config["eagle_aux_hidden_state_layer_ids"]
-    flat["num_aux_hidden_states"] = len(config["eagle_aux_hidden_state_layer_ids"])
-    (path / "config.json").write_text(json.dumps(flat), encoding="utf-8")
+    written = path.with_name(f"{path.name}-speculators")
+    path.rename(written)
+    convert_model(str(written), str(verifier), case.family, str(path), to="vllm-native")
 
 
 def _weights(name: str, parameter: Tensor, generator: torch.Generator, sharp: bool) -> Tensor:
@@ -207,6 +193,7 @@ def _chain_cases() -> Iterator[Case]:
         verdict = "equal" if arch == "qwen3" else "refused"
         yield Case(f"{arch}, {count} captured layers", "eagle3", ids, draft_arch=arch, num_layers=1, verdict=verdict)
     for arch in ("llama", "qwen3"):
+        yield Case(f"{arch}, flat form", "eagle3", draft_arch=arch, num_layers=1, reduced=True, native=True)
         windowed = {"layer_types": ["sliding_attention"], "sliding_window": WINDOW}
         yield Case(f"{arch}, sliding layer", "eagle3", decoder=windowed, draft_arch=arch, num_layers=1)
         # vLLM's Qwen3 attention has no bias on its output.
@@ -222,8 +209,6 @@ def _latent_cases() -> Iterator[Case]:
         yield latent(f"latent attention, {'reduced' if reduced else 'full'} vocabulary", reduced=reduced)
     for name in ("fc_norm and norm_output", "norm_before_residual"):
         yield latent(f"latent attention, {name}", values=NORMS[name])
-    # vLLM's loader joins the key latent to a query latent even where there is none.
-    yield latent("latent attention, no query latent", decoder={"q_lora_rank": None}, verdict="refused")
     # vLLM's CPU kernel does not rotate interleaved heads rightly; other implementations are used for YaRN.
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     yield latent("latent attention, rope without YaRN by the CPU kernel", decoder=plain, verdict="differs")
