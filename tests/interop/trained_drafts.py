@@ -68,7 +68,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
         "mask_token_id": 3,
         "target_layer_ids": [2, 15, 27],
         "lr": 2e-3,
-        "epochs": 40,
+        "epochs": 25,
     },
 }
 
@@ -100,7 +100,7 @@ def trained_draft(name: str) -> TrainedDraft:
     found = TrainedDraft(home / "checkpoint", verifier)
     if found.checkpoint.exists():
         return found
-    home.parent.mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=home.parent))
     try:
         if name != "smollm2":
