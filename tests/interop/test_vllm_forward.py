@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,13 @@ def drafted(model: Any, tokens: Tensor, features: Tensor) -> dict[str, Tensor]:
     return found if draft.confidence is None else found | {"confidence": draft.confidence}
 
 
+def first_sentence(error: str) -> str:
+    """What vLLM says, without the lists that follow it."""
+    lines = error.splitlines()
+    text = lines[1].strip() if "validation error" in lines[0] else lines[0]
+    return re.split(r"\. The available| \[type=", text)[0]
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return Measured(tmp_path_factory.mktemp("vllm"))
@@ -101,7 +109,7 @@ def test_vllm_drafts_the_same(measured: Measured, name: str) -> None:
     case, report = CASES[name], measured.reports[name]
     row = partial(Measurement, case.family, "ours -> peer", measured.peer, case.name)
     if "error" in report:
-        record(row("load", f"refused: {report['error'].splitlines()[0][:200]}"))
+        record(row("load", f"refused: {first_sentence(report['error'])}"))
         assert case.verdict in ("refused", "crashes"), report["error"]
         return
     ours = measured.ours[name]
