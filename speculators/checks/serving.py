@@ -71,14 +71,14 @@ MARKOV_TYPE = Kind(
     "markov-type-unsupported",
     "warning",
     "A Markov head that vLLM does not implement.",
-    "vLLM has the vanilla head only and no parameter for the others' tensors: it refuses them or drafts without them.",
+    "vLLM has the vanilla head only and no parameter for the others' tensors: it refuses them.",
     "Serve with this library's decoder, or train with `--markov-head-type vanilla`.",
 )
 MARKOV_OFF = Kind(
     "markov-rank-zero",
     "warning",
     "A DSpark draft without a Markov head.",
-    "Tokens of a block are drafted independently; vLLM with a rank of 0 has not been measured.",
+    "Tokens of a block are drafted independently; vLLM's CPU build ends with a floating-point exception.",
     "Serve it as DFlash, or train with `--markov-rank 256`.",
 )
 CONFIDENCE_IGNORED = Kind(
