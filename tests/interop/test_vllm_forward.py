@@ -19,7 +19,7 @@ from speculators.verifiers.loading import load_verifier
 from speculators.verifiers.transformers_source import TransformersSource
 from tests.interop.environments import peer_python, run_peer
 from tests.interop.records import Measurement, record
-from tests.interop.vllm_cases import VOCAB, Case, build_draft, cases, save_draft, vllm_verifier
+from tests.interop.vllm_cases import UNORDERED, VOCAB, Case, build_draft, cases, save_draft, vllm_verifier
 
 pytestmark = pytest.mark.interop
 
@@ -114,6 +114,14 @@ def test_vllm_drafts_the_same(measured: Measured, name: str) -> None:
         return
     ours = measured.ours[name]
     states = largest(measured.features[name], measured.their(name, "target_features"))
+    if case.verdict == "reorders":
+        order = sorted(range(len(UNORDERED)), key=lambda place: UNORDERED[place])
+        ascending = [features[:, order] for features in measured.features[name]]
+        reordered = largest(ascending, measured.their(name, "target_features"))
+        record(row("verifier states", f"max error {states:.1e} in this order, {reordered:.1e} in ascending order"))
+        assert states > WRONG
+        assert reordered < STATES
+        return
     hidden = largest([one["hidden"] for one in ours], measured.their(name, "hidden"))
     pairs = [(one["tokens"], other) for one, other in zip(ours, measured.their(name, "tokens"))]
     equal, total = sum(int((a == b).sum()) for a, b in pairs), sum(len(a) for a, _ in pairs)

@@ -26,8 +26,11 @@ LAYER_IDS = (1, 3, 5)
 MASK = 3
 
 #: ``equal``: same drafts; ``differs``: vLLM reads the checkpoint in another way; ``refused``: vLLM does not load it;
-#: ``crashes``: loading ends the process.
-Verdict = Literal["equal", "differs", "refused", "crashes"]
+#: ``crashes``: loading ends the process; ``reorders``: vLLM hands captured states on in ascending order of their layers.
+Verdict = Literal["equal", "differs", "refused", "crashes", "reorders"]
+
+#: Captured layers out of order.
+UNORDERED = (5, 1, 3)
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ def cases() -> Iterator[Case]:
         layout = "anchor-first" if from_anchor else "fill-in"
         name = f"{layout}, {'reduced' if reduced else 'full'} vocabulary"
         yield Case(name, "dspark", {"sample_from_anchor": from_anchor}, reduced=reduced)
+    ids = {"aux_hidden_state_layer_ids": list(UNORDERED)}
+    yield Case(f"captured layers {', '.join(map(str, UNORDERED))}", "dspark", ids, verdict="reorders")
     yield Case("confidence without Markov", "dspark", {"confidence_head_with_markov": False})
     yield Case("no confidence head", "dspark", {"enable_confidence_head": False})
     yield Case("no Markov head", "dspark", {"markov_rank": 0, "confidence_head_with_markov": False}, verdict="crashes")
