@@ -51,7 +51,21 @@ LAYERS_OPEN = Kind(
     "Readers take [2, n // 2, n - 3] of the verifier's n layers, right only if the draft was trained on these.",
     "Write the ids of the training.",
 )
-KINDS = (MIDLAYER, NORMS_BOTH, MASK_HIDDEN, NORMS_IGNORED, LATENT, LAYERS_OPEN)
+THREE_LAYERS = Kind(
+    "vllm-reads-three-layers",
+    "warning",
+    "A draft with a Llama-style decoder that does not capture three layers.",
+    "vLLM makes `fc` for three whatever the list says, and refuses the weights.",
+    "Capture three layers, or train with `--draft-arch qwen3`, where it follows the list.",
+)
+OUTPUT_BIAS = Kind(
+    "vllm-drops-output-bias",
+    "warning",
+    "A draft with a Qwen3-style decoder and `attention_bias`.",
+    "vLLM has no bias in the output projection there, and so runs another network.",
+    "Train without attention biases for vLLM.",
+)
+KINDS = (MIDLAYER, NORMS_BOTH, MASK_HIDDEN, NORMS_IGNORED, LATENT, LAYERS_OPEN, THREE_LAYERS, OUTPUT_BIAS)
 
 
 def check_chains(facts: CheckpointFacts) -> Iterator[Finding]:
@@ -66,6 +80,11 @@ def check_chains(facts: CheckpointFacts) -> Iterator[Finding]:
         yield NORMS_BOTH.found("norm_before_fc and fc_norm are true")
     if facts.decoder.get("model_type") == "deepseek_v3":
         yield LATENT.found("the decoder's model_type is deepseek_v3")
+    layers = facts.config.get(facts.layer_id_key)
+    if facts.decoder.get("model_type") == "llama" and isinstance(layers, list) and len(layers) != 3:
+        yield THREE_LAYERS.found(f"{len(layers)} captured layers, and the decoder's model_type is llama")
+    if facts.decoder.get("model_type") == "qwen3" and facts.decoder.get("attention_bias"):
+        yield OUTPUT_BIAS.found("attention_bias is true, and the decoder's model_type is qwen3")
     if facts.config.get(facts.layer_id_key) is None and "target_layer_ids" not in facts.config:
         yield LAYERS_OPEN.found(f"{facts.layer_id_key} is {'null' if facts.layer_id_key in facts.config else 'absent'}")
     if facts.family != "peagle":

@@ -88,7 +88,15 @@ CONFIDENCE_IGNORED = Kind(
     "vLLM ignores it unless `enable_adaptive_verification` is set, which needs full CUDA graphs.",
     "Set it in the speculative config to let the verified length follow the confidence.",
 )
+ACTIVATION = Kind(
+    "vllm-needs-silu",
+    "warning",
+    "A draft whose MLPs have another activation than silu.",
+    "vLLM's draft models have silu only and refuse the config.",
+    "Train with `--draft-hidden-act silu` for vLLM.",
+)
 KINDS = (
+    ACTIVATION,
     DFLASH_CAUSAL,
     DSPARK_NON_CAUSAL,
     MIXED_LAYERS,
@@ -108,6 +116,8 @@ def check_serving(facts: CheckpointFacts) -> Iterator[Finding]:
     if facts.family in (None, "mtp") or not facts.decoder:  # an MTP layer's attention is full, whatever the verifier's are
         return
     yield from _windows(facts)
+    if facts.decoder.get("hidden_act", "silu") != "silu":
+        yield ACTIVATION.found(f"hidden_act is {facts.decoder['hidden_act']}")
     if facts.family == "dflash":
         yield from _dflash(facts)
     if facts.family == "dspark":

@@ -262,6 +262,13 @@ BROKEN = [
     Broken("no mask token in P-EAGLE", "required-key-missing", drop("mask_token_id"), "peagle"),
     Broken("a norm that vLLM ignores", "peagle-norms-ignored", put("norm_output", value=True), "peagle"),
     Broken("latent attention", "mla-needs-native-config", family="eagle3", build=LATENT),
+    Broken(
+        "two layers of a Llama decoder",
+        "vllm-reads-three-layers",
+        family="eagle3",
+        build={"decoder": {"draft_arch": "llama"}, EAGLE_LAYERS: [2, 4]},
+    ),
+    Broken("biases", "vllm-drops-output-bias", family="eagle3", build={"change_decoder": {"attention_bias": True}}),
     Broken("layers left open", "layer-ids-left-open", put(EAGLE_LAYERS, value=None), "eagle3"),
     Broken("four layers of three", "feature-width-mismatch", put(EAGLE_LAYERS, value=[2, 4, 5, 7]), "eagle3"),
     Broken(
@@ -289,6 +296,7 @@ BROKEN = [
     Broken("infinity", "tensor-not-finite", tensor("norm.weight", at(0, float("inf")))),
     Broken("an empty matrix", "tensor-all-zero", tensor("fc.weight", torch.zeros_like)),
     # serving
+    Broken("another activation", "vllm-needs-silu", build={"decoder": {"draft_hidden_act": "gelu"}}),
     Broken("DFlash as upstream writes it", "dflash-causal-in-vllm", put("sliding_window_non_causal", value=False), "dflash"),
     Broken("mixed layers", "mixed-attention-needs-v2", family="dflash", build={**MIXED, "sliding_window_reference": "slot"}),
     Broken(
