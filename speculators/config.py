@@ -187,6 +187,7 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
         """Nothing left to do: every field was validated when it was set at construction."""
 
     def copy(self, **changes: Any) -> Any:
+        """A deep copy with some fields changed; the changes are not validated."""
         return self.model_copy(update=changes, deep=True)
 
     def __eq__(self, other: object) -> bool:

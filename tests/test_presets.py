@@ -13,6 +13,7 @@ import yaml
 
 from speculators.cli.app import run
 from speculators.config import SpeculatorModelConfig
+from speculators.convert import convert_model
 from speculators.errors import ConfigError
 from speculators.models import SpeculatorModel
 from speculators.models.checkpoint_files import TensorEntry, WeightFiles
@@ -107,11 +108,6 @@ def test_what_the_kimi_presets_write(name: str, tmp_path: Path) -> None:
     assert (decoder["use_sliding_window"], decoder["sliding_window"]) == (False, None)
     assert (decoder["num_attention_heads"], decoder["num_key_value_heads"], decoder["head_dim"]) == (56, 8, 128)
     assert (decoder["hidden_size"], decoder["intermediate_size"], decoder["vocab_size"]) == (7168, 18432, 163840)
-
-
-def test_native_layer_ids_of_the_kimi_draft(tmp_path: Path) -> None:
-    """vLLM counts outputs of layers from 0."""
-    assert [layer - 1 for layer in preset("kimi-k2.6", tmp_path).aux_hidden_state_layer_ids] == [1, 29, 57]
 
 
 @pytest.mark.parametrize("name", KIMI)
@@ -248,6 +244,17 @@ def test_a_narrow_kimi_file_holds_what_its_listing_says(include_embeddings: bool
         assert read.config == SpeculatorModelConfig.from_pretrained(tmp_path / "draft")
 
 
+def test_the_native_form_of_the_kimi_draft(tmp_path: Path) -> None:
+    """vLLM's own config counts outputs of layers from 0, as the card does."""
+    path, verifier = narrow_kimi(tmp_path)
+    write_fresh(shape_of(str(path), str(verifier)).config, tmp_path / "draft", include_embeddings=True)
+    convert_model(str(tmp_path / "draft"), str(verifier), output_path=str(tmp_path / "native"), to="vllm-native")
+    native = json.loads((tmp_path / "native" / "config.json").read_text())
+    assert native["target_layer_ids"] == [1, 29, 57]
+    assert (native["sample_from_anchor"], native["block_size"], native["rope_theta"]) == (False, 8, 50000.0)
+    assert (native["layer_types"], native["sliding_window"]) == (["full_attention"] * 3, None)
+
+
 @pytest.mark.parametrize("size", [1, "1MB"])
 def test_a_full_shape_is_written_when_asked(size: int | str, tmp_path: Path) -> None:
     """Small here; shards of any size hold the same tensors."""
@@ -285,6 +292,9 @@ def test_the_command_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFi
     assert "names no verifier; give the folder of one with --verifier-config" in capsys.readouterr().err
     assert run(["tensors", str(path), "--verifier-config", str(verifier_folder("dspark-qwen3-4b", tmp_path))]) == 2
     assert "give --mask-token-id" in capsys.readouterr().err
+    path.write_text(f"train: {{speculator_type: dspark, verifier: {{verifier_name_or_path: {tmp_path}/none}}}}")
+    assert run(["tensors", str(path)]) == 1
+    assert "give the verifier's folder or hub id, with --verifier-config; its config.json is enough" in capsys.readouterr().err
     path.write_text("train: {speculator_type: dspark, draft: {from_pretrained: earlier}}")
     assert run(["tensors", str(path)]) == 2
     assert "goes on from the draft earlier" in capsys.readouterr().err

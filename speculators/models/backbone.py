@@ -60,6 +60,11 @@ class BlockDecoderLayer(nn.Module):
     def forward(
         self, block: Tensor, context_kv: tuple[Tensor, Tensor], block_rotation: Rotation, attend_blocks: AttendBlocks
     ) -> Tensor:
+        """States ``[A, K, H]`` of states ``[A, K, H]``.
+
+        :param context_kv: keys and values of the context rows, ``[T, heads, head size]`` each.
+        :param block_rotation: of the slots' positions, ``[A, K, r]`` each.
+        """
         normed = self.input_layernorm(block)
         queries, own = self.self_attn.queries(normed, block_rotation), self.self_attn.keys_values(normed, block_rotation)
         block = block + self.self_attn.output(attend_blocks(queries, *context_kv, *own))

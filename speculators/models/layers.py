@@ -41,6 +41,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def head_dim_of(decoder: PretrainedConfig) -> int:
+    """Entries of one head; configs that do not say divide the hidden size by the heads."""
     return int(getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads)
 
 
@@ -94,6 +95,7 @@ class RMSNorm(nn.RMSNorm):
     """``x / rms(x) * weight`` in the weight's dtype: under autocast, bfloat16 projections are normed in float32."""
 
     def forward(self, states: Tensor) -> Tensor:
+        """``[..., H]`` of ``[..., H]``, in the weight's dtype."""
         return super().forward(states.to(self.weight.dtype))
 
 
@@ -104,6 +106,7 @@ class ZeroCentredRMSNorm(RMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, states: Tensor) -> Tensor:
+        """``[..., H]`` of ``[..., H]``, in the weight's dtype."""
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         scale = 1.0 + self.weight.to(precise)
         return F.rms_norm(states.to(precise), self.normalized_shape, scale, self.eps).to(self.weight.dtype)
@@ -256,4 +259,5 @@ class GatedMLP(nn.Module):
         self.activation = ACT2FN[decoder.hidden_act]
 
     def forward(self, states: Tensor) -> Tensor:
+        """``[..., H]`` of ``[..., H]``."""
         return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))

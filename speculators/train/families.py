@@ -114,8 +114,7 @@ def _eagle(config: TrainConfig, layer_ids: list[int]) -> dict[str, Any]:
     values: dict[str, Any] = {
         "eagle_aux_hidden_state_layer_ids": layer_ids,
         "norm_before_residual": draft.norm_before_residual,
-        # fc_norm stands in the place of norm_before_fc, which is on unless something is said.
-        "norm_before_fc": derived.norm_before_fc and not (draft.fc_norm and draft.norm_before_fc is None),
+        "norm_before_fc": derived.norm_before_fc,
         "norm_output": derived.norm_output,
         "fc_norm": draft.fc_norm,
     }

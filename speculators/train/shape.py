@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from speculators.config import SpeculatorModelConfig
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, VerifierError
 from speculators.models import SpeculatorModel
 from speculators.models.checkpoint_files import WeightFiles, has_weights
 from speculators.models.verifier_weights import read_verifier_config
@@ -49,7 +49,13 @@ def shape_of(source: str, verifier_config: str | None = None) -> Shape:
     place = verifier_config or verifier.verifier_name_or_path
     if not place:
         raise ConfigError(f"{source} names no verifier; give the folder of one with --verifier-config")
-    config = planned_config(settings, read_verifier_config(place, verifier.trust_remote_code))
+    try:
+        verifier_values = read_verifier_config(place, verifier.trust_remote_code)
+    except VerifierError as error:
+        if verifier_config:
+            raise
+        raise VerifierError(f"{error}, with --verifier-config; its config.json is enough") from error
+    config = planned_config(settings, verifier_values)
     return Shape(config, settings.trainer.checkpoint_embeddings)
 
 

@@ -3,6 +3,7 @@
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -158,6 +159,32 @@ def test_dump_config_prints_what_reloads(tmp_path: Path, capsys: pytest.CaptureF
     assert yaml.safe_load(text)["train"]["draft"] == {"target_layer_ids": [1, 2]}
     assert "# derived: block_size: 8" in text
     assert TrainConfig.from_sources(config_path=write(tmp_path, text)) == TrainConfig.resolve(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "derived"),
+    [
+        (
+            ["--speculator-type", "eagle3", "--fc-norm"],
+            {"num_layers": 1, "draft_arch": "llama", "norm_before_fc": False, "norm_output": True, "muon_lr": 0.001},
+        ),
+        (
+            ["--speculator-type", "dspark", "--draft-config", "folder", "--optimizer", "adamw"],
+            {"draft_arch": "qwen3", "block_size": 8, "sample_from_anchor": True, "sliding_window_non_causal": False},
+        ),
+        (["--speculator-type", "mtp", "--muon-lr", "0.1"], {}),
+        (["--from-pretrained", "folder", "--optimizer", "adamw"], {}),
+    ],
+)
+def test_dump_config_names_derived_values_that_are_read(
+    arguments: list[str], derived: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        TrainConfig.resolve(["--verifier-name-or-path", "v", *arguments, "--dump-config"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# derived: ")]
+    found = {key: value for line in lines for key, value in yaml.safe_load(line.removeprefix("# derived: ")).items()}
+    always = {"draft_hidden_act", "loss_fn", "per_position_loss_weight"}
+    assert {key: value for key, value in found.items() if key not in always} == derived
 
 
 def test_artifacts_reload_and_record_the_command(tmp_path: Path) -> None:

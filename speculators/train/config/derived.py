@@ -56,7 +56,8 @@ def derive(config: TrainConfig) -> Derived:
         per_position_loss_weight=dflash.per_position_loss_weight or ("dpace" if family == "dflash" else "fixed-exp-decay"),
         loss_fn=_loss_weights(config),
         muon_lr=config.optimizer.muon_lr or config.optimizer.lr,
-        norm_before_fc=_or(draft.norm_before_fc, family == "eagle3"),
+        # fc_norm stands in the place of norm_before_fc, which is on unless something is said.
+        norm_before_fc=_or(draft.norm_before_fc, family == "eagle3" and not draft.fc_norm),
         norm_output=_or(draft.norm_output, family == "eagle3"),
     )
 
@@ -81,10 +82,34 @@ def _loss_weights(config: TrainConfig) -> dict[str, float]:
 
 
 def describe_derived(config: TrainConfig) -> str:
-    """The derived values that were not given, as YAML comments."""
-    values = {name: value for name, value in dataclasses.asdict(derive(config)).items() if not config.given(name)}
+    """The derived values that were not given and have an effect, as YAML comments."""
+    idle = _without_effect(config)
+    values = {
+        name: value for name, value in dataclasses.asdict(derive(config)).items() if not (config.given(name) or name in idle)
+    }
     lines = [yaml.safe_dump({name: value}, default_flow_style=True, width=1000).strip()[1:-1] for name, value in values.items()]
     return "".join(f"# derived: {line}\n" for line in lines)
+
+
+def _without_effect(config: TrainConfig) -> set[str]:
+    """Names of derived values that nothing reads: another family's, or those of a shape that a config or a draft brings."""
+    family, draft = config.speculator_type, config.draft
+    of_blocks = {"sliding_window_non_causal", "block_size", "sample_from_anchor"}
+    of_chains = {"norm_before_fc", "norm_output"}
+    idle: set[str] = set()
+    if family not in _BLOCK_FAMILIES:
+        idle |= {*of_blocks, "per_position_loss_weight"}
+    if family not in ("eagle3", "peagle"):
+        idle |= of_chains
+    if draft.from_pretrained:
+        idle |= {*_SHAPING, *of_blocks, *of_chains}
+    if draft.draft_config:
+        idle |= {"num_layers", "draft_hidden_act"}
+    if family == "mtp":
+        idle |= set(_SHAPING)
+    if config.optimizer.optimizer != "muon":
+        idle.add("muon_lr")
+    return idle
 
 
 def check_consistency(config: TrainConfig) -> None:
