@@ -21,7 +21,7 @@ import transformers
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
 from transformers import PretrainedConfig
 
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, last_line
 from speculators.files import write_text_atomically
 from speculators.hub import PushOptions, check_push_options, push_folder
 from speculators.proposals import TokenProposalConfig
@@ -169,11 +169,14 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
             raise ConfigError(f"{type(self).__name__}: {one_sentence(error)}") from error
         base_fields = getattr(PretrainedConfig, "__dataclass_fields__", {})
         own = set(type(self).model_fields) - set(base_fields)
-        PretrainedConfig.__init__(
-            self,
-            **{key: getattr(self, key) for key in base_fields if key in type(self).model_fields},
-            **{key: value for key, value in values.items() if key not in own and key not in base_fields},
-        )
+        try:
+            PretrainedConfig.__init__(
+                self,
+                **{key: getattr(self, key) for key in base_fields if key in type(self).model_fields},
+                **{key: value for key, value in values.items() if key not in own and key not in base_fields},
+            )
+        except (AttributeError, TypeError) as error:  # such as a dtype that torch lacks
+            raise ConfigError(f"{type(self).__name__}: {last_line(error)}; correct config.json") from error
         self.check()
 
     def check(self) -> None:
@@ -269,7 +272,7 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
                 revision=revision,
                 **kwargs,
             )
-        except (OSError, TypeError, AttributeError) as error:  # the last two: JSON that is no object
+        except (OSError, TypeError, AttributeError, ValueError, RecursionError) as error:  # JSON that is no object, or none
             raise ConfigError(
                 f"no readable config.json at {str(pretrained_model_name_or_path)!r}; give the folder of a speculator checkpoint"
             ) from error
@@ -281,9 +284,10 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
                 "is not supported yet; convert it first: speculators convert CHECKPOINT --verifier VERIFIER"
             )
         name = values[cls.schema_discriminator]
-        if name not in cls.registry:
+        if isinstance(name, str) and name not in cls.registry:
             cls._discover()
-        needed = cls.registry[name].must_be_written if name in cls.registry else frozenset()
+        found = cls.registry.get(name) if isinstance(name, str) else None
+        needed = found.must_be_written if found is not None else frozenset()
         for key in sorted(needed - {*values, *kwargs}):
             raise ConfigError(
                 f"config.json at {str(pretrained_model_name_or_path)!r} does not say {key}, which trees and engines take for "
@@ -303,9 +307,9 @@ class SpeculatorModelConfig(BaseModel, PretrainedConfig):
         name = values.get(cls.schema_discriminator)
         if not name:
             raise ConfigError(f"the config has no {cls.schema_discriminator!r}; it is not a speculator's config")
-        if name not in cls.registry:
+        if isinstance(name, str) and name not in cls.registry:
             cls._discover()
-        if name not in cls.registry:
+        if not isinstance(name, str) or name not in cls.registry:
             known = ", ".join(sorted(cls.registry))
             raise ConfigError(f"unknown {cls.schema_discriminator} {name!r}; this version reads: {known}")
         found = cls.registry[name]

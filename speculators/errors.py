@@ -6,7 +6,7 @@ The command line prints the sentence of a :class:`SpeculatorsError` without a tr
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "DataError", "LostProcessError", "SpeculatorsError", "StoppedError", "VerifierError"]
+__all__ = ["ConfigError", "DataError", "LostProcessError", "SpeculatorsError", "StoppedError", "VerifierError", "last_line"]
 
 
 class SpeculatorsError(Exception):
@@ -39,3 +39,10 @@ class DataError(SpeculatorsError, ValueError):
 
 class VerifierError(SpeculatorsError, ValueError):
     """A verifier that is missing, unreadable or does not fit the draft or the data; exit code 1."""
+
+
+def last_line(error: BaseException) -> str:
+    """What another library's error says, for a sentence of ours: its last line, where the reason stands; its class if mute."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    name = type(error).__name__
+    return f"{name}: {lines[-1]}" if lines and isinstance(error, LookupError) else (lines or [name])[-1]

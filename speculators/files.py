@@ -22,7 +22,9 @@ __all__ = [
     "atomic_write",
     "give_ordinary_mode",
     "locked_folder",
+    "locked_place",
     "naming",
+    "read_json",
     "sweep_temporaries",
     "temporary_beside",
     "write_text_atomically",
@@ -34,6 +36,18 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 #: Names that :func:`temporary_beside` gives.
 _TEMPORARY = re.compile(r"\.(?P<of>.+)\.\d+\.tmp(?P<suffix>(\.[^.]*)?)")
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    :raises OSError: it cannot be read.
+    :raises ValueError: it is no JSON in UTF-8, or nested deeper than can be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 @contextmanager
@@ -123,20 +137,42 @@ def locked_folder(folder: Path, flag: str, name: str = ".lock", what: str = "fol
     :param wait: for a holder to be done, instead of the error.
     :raises SpeculatorsError: when another process holds the lock, or the folder cannot be written.
     """
+    with _locked(folder / name, f"the {what} {folder}", flag, wait):
+        yield
+
+
+@contextmanager
+def locked_place(path: Path, flag: str) -> Iterator[None]:
+    """Keep other processes from making ``path``, which need not exist, by a lock beside it that goes afterwards.
+
+    :param flag: as of :func:`locked_folder`.
+    :raises SpeculatorsError: when another process holds the lock, or nothing can be written beside ``path``.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    with _locked(lock, str(path), flag, wait=False):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path, subject: str, flag: str, wait: bool) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Opened without truncation: the holder's name must stay readable for the one who is refused.
-        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise SpeculatorsError(f"the {what} {folder} cannot be written ({error.strerror}); choose another {flag}") from error
+        raise SpeculatorsError(f"{subject} cannot be written ({error.strerror}); choose another {flag}") from error
     with os.fdopen(descriptor, "r+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # A holder that is done may have removed the file between our opening and locking it: another may hold a new one.
+            if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                raise BlockingIOError
         except OSError:
             holder = lock.read().strip() or "another process"
-            raise SpeculatorsError(
-                f"the {what} {folder} is in use by {holder}; wait for it, or choose another {flag}"
-            ) from None
+            raise SpeculatorsError(f"{subject} is in use by {holder}; wait for it, or choose another {flag}") from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()

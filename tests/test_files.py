@@ -12,8 +12,8 @@ import pytest
 
 import speculators.cli.train
 from speculators.__main__ import main
-from speculators.errors import DataError
-from speculators.files import AppendedRecords, atomic_write, write_text_atomically
+from speculators.errors import DataError, SpeculatorsError
+from speculators.files import AppendedRecords, atomic_write, locked_place, read_json, write_text_atomically
 from speculators.train.run_folder import MetricsFile
 
 
@@ -71,3 +71,23 @@ def test_the_command_line_says_which_file_had_no_room(
     monkeypatch.setattr(speculators.cli.train, "main", writes)
     assert main(["train"]) == 1
     assert f"error: the disk is full for {tmp_path / 'run.yaml'}; make room" in capsys.readouterr().err
+
+
+def test_a_place_is_locked_beside_it_and_the_lock_goes(tmp_path: Path) -> None:
+    place = tmp_path / "deep" / "draft"
+    with (
+        locked_place(place, "--output-path"),
+        pytest.raises(SpeculatorsError, match=r"draft is in use by process \d+ on .*choose another --output-path"),
+        locked_place(place, "--output-path"),
+    ):
+        pass
+    assert list(place.parent.iterdir()) == []
+    with locked_place(place, "--output-path"):
+        assert not place.exists()
+
+
+def test_json_that_is_nested_too_deep(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deep"):
+        read_json(path)

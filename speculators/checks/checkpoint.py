@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculators.checks.findings import Finding, Kind
 from speculators.errors import ConfigError
+from speculators.files import read_json
 from speculators.models.checkpoint_files import DTYPES, WeightFiles
 
 __all__ = ["KINDS", "RawCheckpoint", "TensorInfo", "read_checkpoint"]
@@ -170,7 +171,7 @@ def read_checkpoint(folder: Path) -> RawCheckpoint:
 
 def _read_config(checkpoint: RawCheckpoint) -> None:
     try:
-        values = json.loads((checkpoint.folder / CONFIG).read_text(encoding="utf-8"))
+        values = read_json(checkpoint.folder / CONFIG)
     except (OSError, ValueError) as error:
         checkpoint.findings.append(CONFIG_NOT_JSON.found(f"{CONFIG} cannot be read: {error}"))
         return
@@ -212,7 +213,7 @@ def _read_pickled(checkpoint: RawCheckpoint, names: list[str]) -> None:
 
 def _read_shards(checkpoint: RawCheckpoint) -> None:
     try:
-        index = json.loads((checkpoint.folder / INDEX).read_text(encoding="utf-8"))
+        index = read_json(checkpoint.folder / INDEX)
         placed = {str(name): str(file) for name, file in index["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         checkpoint.findings.append(WEIGHTS_UNREADABLE.found(f"{INDEX} has no readable weight_map ({error})"))
@@ -248,11 +249,12 @@ def _read_file(checkpoint: RawCheckpoint, path: Path) -> None:
             for name, entry in header.items()
         }
         end = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if size == end:
+            with safe_open(path, framework="pt"):  # which refuses shapes and places that contradict one another
+                checkpoint.whole.add(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         checkpoint.findings.append(WEIGHTS_UNREADABLE.found(f"{path.name} is no safetensors file: {error}"))
         return
     checkpoint.tensors.update(infos)
-    if size == end:
-        checkpoint.whole.add(path)
-    else:
+    if size != end:
         checkpoint.findings.append(WEIGHTS_TRUNCATED.found(f"{path.name} has {size:,} bytes, its header promises {end:,}"))

@@ -9,6 +9,7 @@ from speculators.checks.facts import CheckpointFacts, integer, rope_of
 from speculators.checks.findings import Finding, Kind
 from speculators.config import SpeculatorModelConfig
 from speculators.errors import ConfigError
+from speculators.models.base import SpeculatorModel
 from speculators.models.mtp import DECODER_KINDS as MTP_DECODERS
 
 __all__ = ["KINDS", "check_config", "check_whole_config"]
@@ -227,11 +228,11 @@ def check_config(facts: CheckpointFacts) -> Iterator[Finding]:
 
 
 def check_whole_config(facts: CheckpointFacts) -> Iterator[Finding]:
-    """Whether the config class takes the values: the last resort, for faults that no other check names."""
+    """Whether the config and model classes take the values: the last resort, for faults that no other check names."""
     if facts.family is None:
         return
     try:
-        SpeculatorModelConfig.from_dict(facts.config)
+        SpeculatorModel.without_weights(SpeculatorModelConfig.from_dict(facts.config))
     except ConfigError as error:
         yield CONFIG_INVALID.found(str(error))
     except Exception as error:  # a decoder config of transformers may raise anything

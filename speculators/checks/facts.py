@@ -11,8 +11,9 @@ from speculators.checks.checkpoint import RawCheckpoint
 from speculators.checks.verifier import VerifierFacts
 from speculators.config import SpeculatorModelConfig
 from speculators.layout import BlockLayout
+from speculators.models.family import MAX_LAYERS
 
-__all__ = ["BLOCK_FAMILIES", "EAGLE_FAMILIES", "LAYER_ID_KEYS", "CheckpointFacts", "integer", "rope_of"]
+__all__ = ["BLOCK_FAMILIES", "EAGLE_FAMILIES", "LAYER_ID_KEYS", "CheckpointFacts", "integer", "number", "rope_of"]
 
 #: Families that draft a whole block in one pass, by :mod:`speculators.layout`.
 BLOCK_FAMILIES = frozenset({"dflash", "dspark"})
@@ -27,6 +28,14 @@ LAYER_ID_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids
 def integer(value: Any) -> int | None:
     """``value`` if it is a whole number (a bool is none)."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def number(value: Any) -> float | None:
+    """``value`` if it is a number that a float can hold (a bool is none)."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    except OverflowError:
+        return None
 
 
 def rope_of(decoder: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -72,7 +81,7 @@ class CheckpointFacts:
         classes = {
             str(cls.model_fields["speculators_model_type"].default) for cls in SpeculatorModelConfig.registered_classes()
         }
-        return name if name in classes else None
+        return name if isinstance(name, str) and name in classes else None
 
     @property
     def drafts_blocks(self) -> bool:
@@ -132,7 +141,9 @@ class CheckpointFacts:
     def layer_types(self) -> list[str]:
         """One per draft layer; all full where the config says nothing."""
         types = self.decoder.get("layer_types")
-        return [str(kind) for kind in types] if isinstance(types, list) else ["full_attention"] * (self.num_layers or 0)
+        if isinstance(types, list):
+            return [str(kind) for kind in types]
+        return ["full_attention"] * min(self.num_layers or 0, MAX_LAYERS)
 
     @property
     def layer_id_key(self) -> str:

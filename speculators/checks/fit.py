@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators.checks.facts import CheckpointFacts, rope_of
+from speculators.checks.facts import CheckpointFacts, integer, number, rope_of
 from speculators.checks.findings import Finding, Kind
 from speculators.errors import SpeculatorsError
 from speculators.models.draft_config import build_draft_config
@@ -167,17 +167,19 @@ def _settings(facts: CheckpointFacts) -> Iterator[Finding]:
     except SpeculatorsError:
         return
     rope, own = rope_of(decoder), dict(usual.rope_parameters or {})
-    if rope is not None and "rope_theta" in rope:
-        if float(rope["rope_theta"]) != float(own.get("rope_theta", 10000.0)):
-            yield ROPE_THETA.found(f"the draft's is {rope['rope_theta']:g}, the verifier's {own.get('rope_theta'):g}")
+    theta = number(rope.get("rope_theta")) if rope is not None else None
+    if rope is not None and theta is not None:
+        if theta != float(own.get("rope_theta", 10000.0)):
+            yield ROPE_THETA.found(f"the draft's is {theta:g}, the verifier's {own.get('rope_theta', 10000.0):g}")
         if _scaling(rope) != _scaling(own):
             yield ROPE_SCALING.found(f"the draft's is {_scaling(rope)}, the verifier's {_scaling(own)}")
     latent = "kv_lora_rank" in decoder
     if not latent and decoder.get("head_dim") is not None and decoder["head_dim"] != usual.head_dim:
         yield HEAD_DIM.found(f"the draft's is {decoder['head_dim']}, one of this verifier has {usual.head_dim}")
-    if decoder.get("rms_norm_eps") is not None and float(decoder["rms_norm_eps"]) != float(usual.rms_norm_eps):
-        yield EPS.found(f"the draft's is {decoder['rms_norm_eps']:g}, the verifier's {usual.rms_norm_eps:g}")
-    positions = decoder.get("max_position_embeddings")
+    eps = number(decoder.get("rms_norm_eps"))
+    if eps is not None and eps != float(usual.rms_norm_eps):
+        yield EPS.found(f"the draft's is {eps:g}, the verifier's {usual.rms_norm_eps:g}")
+    positions = integer(decoder.get("max_position_embeddings"))
     if positions is not None and positions < usual.max_position_embeddings:
         yield POSITIONS.found(f"the draft's is {positions:,}, the verifier's {usual.max_position_embeddings:,}")
     window = decoder.get("sliding_window")

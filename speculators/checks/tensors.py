@@ -214,6 +214,7 @@ def _values(facts: CheckpointFacts) -> Iterator[Finding]:
             continue
         finite, zero = True, True
         for part in facts.raw.parts(name):
+            part = part.float() if part.dtype.itemsize == 1 else part  # eight bits are for storing
             finite = finite and bool(part.isfinite().all())
             zero = zero and not bool(part.any())
             if not finite:

@@ -35,7 +35,8 @@ def tensors(
     dtype: Annotated[_Dtype, typer.Option(help="Type of the weights.")] = _Dtype.bfloat16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     write: Annotated[
-        Path | None, typer.Option(help="Also write a checkpoint of this shape, with fresh weights, into this folder.")
+        Path | None,
+        typer.Option(help="Also write such a checkpoint, with fresh weights, into this new or empty folder."),
     ] = None,
 ) -> None:
     """List names, shapes, types and bytes of a draft's checkpoint, without making its weights."""
@@ -44,9 +45,12 @@ def tensors(
 
     import torch
 
+    from speculators.errors import ConfigError
     from speculators.models import SpeculatorModel
     from speculators.train.shape import shape_of, write_fresh
 
+    if write is not None and (write.is_file() or (write.is_dir() and any(write.iterdir()))):
+        raise ConfigError(f"{write} is a file or holds something; name a new or empty folder with --write")
     shape = shape_of(source, verifier_config)
     carried = shape.include_embeddings if include_embeddings is None else include_embeddings
     torch_dtype = getattr(torch, dtype.value)

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from speculators.convert.notes import FlatConfig
 from speculators.errors import ConfigError
+from speculators.models.family import check_decoder_values
 
 __all__ = ["DecoderKind", "non_causal_sliding", "decoder_config", "flat_decoder"]
 
@@ -70,6 +71,7 @@ def decoder_config(flat: FlatConfig, kind: DecoderKind, *, rope_theta: float = 1
     values["rope_parameters"] = _rope_parameters(flat, rope_theta)
     flat.skip("tie_word_embeddings", "model_type")  # a draft's head is never tied to its embedding
     try:
+        check_decoder_values(values)
         return CONFIG_MAPPING[kind](**(values | {"tie_word_embeddings": False}))
     except Exception as error:  # transformers validates with exceptions of several kinds
         reason = str(error).strip().splitlines()[0]

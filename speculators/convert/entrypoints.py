@@ -28,7 +28,7 @@ from speculators.convert.output import (
 )
 from speculators.convert.source import ForeignCheckpoint
 from speculators.convert.verifier import VerifierFacts
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, SpeculatorsError, last_line
 
 __all__ = ["ALGORITHMS", "TARGETS", "ConversionReport", "convert_model", "maybe_convert_external_checkpoint"]
 
@@ -103,12 +103,21 @@ def convert_model(
     adapter = adapter_for(source, format, algorithm)
     _refuse_unused(checked, adapter)
     verifier = _verifier_name(source, verifier, adapter)
-    conversion = adapter.read(source, VerifierFacts.read(verifier, checked.cache_dir), algorithm, checked)
+    facts = VerifierFacts.read(verifier, checked.cache_dir)
+    try:
+        conversion = adapter.read(source, facts, algorithm, checked)
+    except SpeculatorsError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # values of a wrong type
+        raise ConfigError(
+            f"the config of {source.name!r} cannot be read as {adapter.title} ({last_line(error)}); correct it, or name the "
+            "right form with --format"
+        ) from error
     if checked.drop_embeddings:
         drop_equal_embeddings(conversion, verifier)
     if checked.speculative_tokens is not None:
         conversion.config.speculators_config.proposal_methods[0].speculative_tokens = checked.speculative_tokens
-    drafted = _write(folder, conversion, to, verifier, validate_device)
+    drafted = _write(folder, conversion, to, verifier, validate_device, overwrite)
     return ConversionReport(folder, adapter.name, conversion.config.speculators_model_type, conversion.notes, drafted)
 
 
@@ -128,9 +137,11 @@ def _refuse_unused(options: ConversionOptions, adapter: Adapter) -> None:
         raise ConfigError(f"the option {unused[0]!r} means nothing to {adapter.title}; it knows {used}")
 
 
-def _write(folder: Path, conversion: Conversion, to: str, verifier: str, device: str | None) -> list[int] | None:
+def _write(
+    folder: Path, conversion: Conversion, to: str, verifier: str, device: str | None, overwrite: bool
+) -> list[int] | None:
     """Write, load what was written, and draft with it if a device is given."""
-    with staged(folder) as staging:
+    with staged(folder, overwrite) as staging:
         # The speculators form is what this library can load, so it is the proof even of a draft that is exported.
         write_speculators(staging, conversion)
         drafted, dtype = None, float_dtype(conversion.tensors)

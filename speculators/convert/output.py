@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speculators.convert.adapter import Conversion, float_dtype
 from speculators.errors import ConfigError
-from speculators.files import sweep_temporaries, temporary_beside, write_text_atomically, writing
+from speculators.files import locked_place, sweep_temporaries, temporary_beside, write_text_atomically, writing
 from speculators.models.base import SpeculatorModel
 from speculators.models.checkpoint_files import write_weights
 from speculators.models.verifier_weights import VerifierPart, read_verifier_weights
@@ -65,21 +65,28 @@ def check_device(name: str) -> None:
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder`` to fill; its files are moved there if the body succeeds, and gone if not."""
+def staged(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder beside ``folder`` to fill; its files are moved there if the body succeeds, and gone if not.
+
+    :param overwrite: see :func:`check_output`, which is asked again once other writers are kept out.
+    :raises SpeculatorsError: another process is writing into ``folder``.
+    """
+    folder = folder.resolve()
     staging = temporary_beside(folder)
-    with writing(folder):
-        sweep_temporaries(folder.parent, of=folder)
-        staging.mkdir(parents=True)
-    try:
-        yield staging
+    with locked_place(folder, "--output-path"):
+        check_output(folder, overwrite)
         with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            # The weights first: whoever looks for a checkpoint looks for its config.
-            for path in sorted(staging.iterdir(), reverse=True):
-                os.replace(path, folder / path.name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            sweep_temporaries(folder.parent, of=folder)
+            staging.mkdir()
+        try:
+            yield staging
+            with writing(folder):
+                folder.mkdir(exist_ok=True)
+                # The weights first: whoever looks for a checkpoint looks for its config.
+                for path in sorted(staging.iterdir(), reverse=True):
+                    os.replace(path, folder / path.name)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_speculators(folder: Path, conversion: Conversion) -> None:

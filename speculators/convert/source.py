@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from speculators.errors import ConfigError
+from speculators.files import read_json
 from speculators.models.checkpoint_files import WeightFiles, locate
 
 __all__ = ["ForeignCheckpoint"]
@@ -31,7 +31,7 @@ class ForeignCheckpoint:
         if path is None:
             raise ConfigError(f"no config.json at {self.name!r}; give the folder or hub id of the checkpoint to convert")
         try:
-            self.config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self.config: dict[str, Any] = read_json(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {path} ({error}); fetch the file again") from error
         if not isinstance(self.config, dict):
@@ -43,7 +43,8 @@ class ForeignCheckpoint:
 
     @property
     def architectures(self) -> list[str]:
-        return [str(name) for name in self.config.get("architectures") or []]
+        names = self.config.get("architectures")
+        return [str(name) for name in names] if isinstance(names, list) else []
 
     @cached_property
     def names(self) -> tuple[str, ...]:

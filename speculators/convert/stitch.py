@@ -56,7 +56,7 @@ def stitch_mtp(
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         by_file.setdefault(weights.index[name], {})[name] = tensor
-    with staged(folder) as staging, writing(folder):
+    with staged(folder, overwrite=False) as staging, writing(folder):
         _copy(source, staging)
         for filename, inside in by_file.items():
             _patch(staging / filename, inside)

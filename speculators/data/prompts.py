@@ -111,8 +111,13 @@ def iterate_records(path: str | Path) -> Iterator[tuple[int, Any]]:
     for index, line in enumerate(lines):
         try:
             yield index, json.loads(line)
-        except json.JSONDecodeError as error:
-            yield index, DataError(f"record {index} of {file} is not JSON ({error.msg}); repair or remove it")
+        except (ValueError, RecursionError) as error:
+            yield index, DataError(f"record {index} of {file} is not JSON ({_fault(error)}); repair or remove it")
+
+
+def _fault(error: Exception) -> str:
+    """Why text is not JSON: a fault of its grammar, a number of too many digits, or too many brackets in one another."""
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error).split(";")[0]
 
 
 def _array_records(text: str, file: Path) -> Iterator[tuple[int, Any]]:
@@ -132,8 +137,9 @@ def _array_records(text: str, file: Path) -> Iterator[tuple[int, Any]]:
                 position = skip(position + 1)
             elif not text.startswith("]", position):
                 raise json.JSONDecodeError("no comma or bracket follows the record", text, position)
-        except json.JSONDecodeError as error:
-            broken = f"the JSON array in {file} breaks off at record {index}, character {error.pos} ({error.msg})"
+        except (ValueError, RecursionError) as error:
+            place = error.pos if isinstance(error, json.JSONDecodeError) else position
+            broken = f"the JSON array in {file} breaks off at record {index}, character {place} ({_fault(error)})"
             yield index, DataError(f"{broken}; repair the file, or go on with the records before it")
             return
         yield index, record

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from speculators.config import SpeculatorModelConfig
-from speculators.errors import ConfigError, VerifierError
+from speculators.errors import ConfigError, SpeculatorsError, VerifierError, last_line
 from speculators.models.checkpoint_files import WeightFiles
 from speculators.models.saving import EMBEDDING, HEAD, WritableModel
 from speculators.models.verifier_weights import VerifierPart, read_verifier_weights
@@ -102,10 +102,20 @@ class SpeculatorModel(WritableModel):
 
     @classmethod
     def without_weights(cls, config: SpeculatorModelConfig) -> Self:
-        """The model of a config on torch's meta device: shapes and sizes, at no cost in memory."""
+        """The model of a config on torch's meta device: shapes and sizes, at no cost in memory.
+
+        :raises ConfigError: the config's values make no model.
+        """
         model_class = cls if cls is not SpeculatorModel else cls.registered_model_class_from_config(config)
-        with torch.device("meta"):
-            return model_class(config)  # type: ignore[return-value]
+        try:
+            with torch.device("meta"):
+                return model_class(config)  # type: ignore[return-value]
+        except SpeculatorsError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"no draft can be built from the config's transformer_layer_config ({last_line(error)}); correct its values"
+            ) from error
 
     @classmethod
     def from_verifier(

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from speculators.errors import ConfigError, SpeculatorsError
-from speculators.files import give_ordinary_mode, write_text_atomically
+from speculators.files import give_ordinary_mode, read_json, write_text_atomically
 
 __all__ = ["DEFAULT_SHARD_SIZE", "DTYPES", "TensorEntry", "WeightFiles", "has_weights", "locate", "write_weights"]
 
@@ -133,10 +133,10 @@ class WeightFiles:
             if not filename.endswith(".index.json"):
                 return dict.fromkeys(self._names_in(filename), filename)
             try:
-                weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+                weight_map = dict(read_json(path)["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise self._unreadable(path, error) from error
-            for shard in set(weight_map.values()):
+            for shard in weight_map.values():
                 if not isinstance(shard, str) or PurePath(shard).is_absolute() or ".." in PurePath(shard).parts:
                     raise self._error(f"{path} names the file {shard!r} outside its folder; take the index of another copy")
             return weight_map
@@ -189,6 +189,8 @@ class WeightFiles:
                 if size > path.stat().st_size:
                     raise ValueError("its header is longer than the file")
                 return json.loads(file.read(size))
+        except RecursionError as error:
+            raise self._unreadable(path, ValueError("its header is nested too deep")) from error
         except (OSError, ValueError) as error:
             raise self._unreadable(path, error) from error
 
@@ -215,9 +217,13 @@ class WeightFiles:
             try:
                 # torch's format before 1.6 is no zip archive and cannot be mapped.
                 values = torch.load(path, weights_only=True, mmap=_is_zip(path), map_location="cpu")
-            except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+            except pickle.UnpicklingError as error:  # whose own words are torch's advice to run the file's code
+                reason = ValueError("it is no pickle of tensors alone")
+                raise self._unreadable(path, reason) from error
+            except (OSError, EOFError, ValueError, RuntimeError) as error:
                 raise self._unreadable(path, error) from error
-            if not isinstance(values, Mapping) or not all(isinstance(value, Tensor) for value in values.values()):
+            named = isinstance(values, Mapping) and all(isinstance(name, str) for name in values)
+            if not named or not all(isinstance(value, Tensor) for value in values.values()):
                 raise self._error(f"{path} holds more than tensors; save the {self._owner}'s weights as {WEIGHTS_NAME}")
             self._pickled[filename] = values
         return self._pickled[filename]

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import BeforeValidator, Field, PlainSerializer
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config
 
 from speculators.batch import PackedBatch
 from speculators.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, last_line
 from speculators.layout import DraftLayout, WindowReference
 from speculators.losses import BlockLossOutput, LossConfig, TeacherHead, block_loss, gather_block_targets
 from speculators.models.attention import AttentionImpl
@@ -26,9 +27,24 @@ from speculators.models.draft_config import check_layer_ids
 from speculators.models.heads import DraftHeads
 from speculators.proposals import GreedyTokenProposalConfig
 
-__all__ = ["DecoderConfig", "DraftModel", "DraftModelConfig"]
+__all__ = ["MAX_LAYERS", "DecoderConfig", "DraftModel", "DraftModelConfig", "check_decoder_values"]
+
+#: More layers than any model has; a larger number in a config is a mistake, for which memory would run out.
+MAX_LAYERS = 1024
 
 Result = TypeVar("Result")
+
+
+def check_decoder_values(values: Mapping[str, Any]) -> None:
+    """Refuse values that transformers takes as they are, and that would hang it or fail much later.
+
+    :raises ValueError: with one sentence.
+    """
+    layers, window = values.get("num_hidden_layers"), values.get("sliding_window")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers {layers} is no number of layers of a draft")
+    if window is not None and not (isinstance(window, int) and window >= 0):
+        raise ValueError(f"sliding_window {window!r} is no number of tokens")
 
 
 def _decoder_config(value: Any) -> Any:
@@ -39,7 +55,11 @@ def _decoder_config(value: Any) -> Any:
     model_type = values.pop("model_type", "qwen3")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"transformers knows no model_type {model_type!r}")
-    return CONFIG_MAPPING[model_type](**values)
+    check_decoder_values(values)
+    try:
+        return CONFIG_MAPPING[model_type](**values)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"it makes no {model_type} decoder ({last_line(error)})") from error
 
 
 def _decoder_dict(config: PretrainedConfig) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from speculators.errors import ConfigError
 from speculators.models import (
     DFlashSpeculatorConfig,
     DSparkSpeculatorConfig,
@@ -71,20 +70,15 @@ def family_of(config: TrainConfig) -> Family:
 
 
 def decay_length(config: TrainConfig) -> float:
-    """gamma of the weights exp(-d / gamma) of the predicted tokens; infinite where all weigh the same.
-
-    :raises ConfigError: for weights that grow with the depth.
-    """
+    """gamma of the weights exp(-d / gamma) of the predicted tokens; infinite where all weigh the same."""
     if config.speculator_type in ("dflash", "dspark"):
         return config.dflash.dflash_decay_gamma
     if config.speculator_type == "eagle3":
-        flag, decay = "--ttt-step-loss-decay", config.loss.ttt_step_loss_decay
+        decay = config.loss.ttt_step_loss_decay
     elif config.speculator_type == "mtp":
-        flag, decay = "--step-weight-beta", config.mtp.step_weight_beta
+        decay = config.mtp.step_weight_beta
     else:
-        flag, decay = "", 1.0
-    if decay > 1:
-        raise ConfigError(f"{flag} {decay:g} makes later steps weigh more than earlier ones; use a value of at most 1")
+        decay = 1.0
     return math.inf if decay == 1 else -1 / math.log(decay)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from speculators import SpeculatorModel
 from speculators.__main__ import main
+from speculators.errors import ConfigError
 from tests.checks.broken import put
-from tests.checks.drafts import good_checkpoint
+from tests.checks.drafts import change_config, change_tensors, good_checkpoint
 from tests.tiny import tiny_verifier
 
 QUICK = ["--limit", "5", "--max-new-tokens", "6"]
@@ -83,3 +87,44 @@ def test_the_table_names_finding_and_fix(folder: Path, tmp_path: Path, capsys: p
     assert "tied-embeddings" in shown
     assert "Setittofalse" in shown
     assert "0errors,1warning,2notes" in shown
+
+
+def header(shape: object) -> bytes:
+    """A safetensors file of four bytes whose header promises a tensor of some shape."""
+    text = json.dumps({"fc.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(4)
+
+
+DECODER = "transformer_layer_config"
+GARBAGE: dict[str, Callable[[Path], object]] = {
+    "a type that is a list": put("speculators_model_type", value=["dspark"]),
+    "a theta that is a word": put(DECODER, "rope_parameters", value={"rope_type": "default", "rope_theta": "x"}),
+    "an epsilon that is a word": put(DECODER, "rms_norm_eps", value="x"),
+    "positions that are a word": put(DECODER, "max_position_embeddings", value="x"),
+    "a window that is a word": put(DECODER, "sliding_window", value="x"),
+    "layers beyond all memory": lambda folder: change_config(
+        folder, lambda config: config[DECODER].update(num_hidden_layers=10**25, layer_types=None)
+    ),
+    "a config without a bottom": lambda folder: (folder / "config.json").write_text('{"a":' * 100_000),
+    "a shape that is not the bytes'": lambda folder: (folder / "model.safetensors").write_bytes(header([2])),
+    "a shape beyond all memory": lambda folder: (folder / "model.safetensors").write_bytes(header([10**30])),
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_garbage_is_an_error_and_no_crash(case: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(folder / "draft", draft)
+    GARBAGE[case](draft)
+    assert main(["doctor", str(draft), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["counts"]["error"] > 0
+    with pytest.raises(ConfigError):
+        SpeculatorModel.from_pretrained(draft)
+
+
+def test_eight_bit_values_are_looked_at(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(folder / "draft", draft)
+    change_tensors(draft, lambda tensors: tensors.update({"norm.weight": tensors["norm.weight"].to(torch.float8_e4m3fn)}))
+    assert main(["doctor", str(draft), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["warning"] > 0

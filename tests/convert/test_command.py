@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from speculators import SpeculatorModel
 from speculators.cli.app import run
 from speculators.convert import convert_model
 from speculators.convert.formats import ADAPTERS
+from speculators.convert.output import staged
+from speculators.errors import ConfigError
 from tests.convert.foreign import FOREIGN_IDS, deepspec_checkpoint, equal, read, write, zlab_checkpoint
 
 DOCS = Path(__file__).parents[2] / "docs" / "converters.md"
@@ -151,3 +154,55 @@ def test_the_documentation_has_every_format_and_option() -> None:
     missing = [adapter.name for adapter in ADAPTERS if f"`{adapter.name}`" not in text]
     missing += [name for name in inspect.signature(ConversionOptions).parameters if f"`{name}`" not in text]
     assert missing == []
+
+
+def test_two_conversions_into_one_folder(verifier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = zlab_checkpoint(tmp_path / "theirs")
+    output = tmp_path / "out" / "ours"
+    arguments = [str(source), "--verifier", verifier, "--output-path", str(output)]
+    with staged(output, overwrite=False) as staging:
+        (staging / "config.json").write_text("{}")
+        code, _, err = converted(arguments, capsys)
+        assert code == 1
+        assert "is in use by process" in err
+        assert "choose another --output-path" in err
+        assert (staging / "config.json").is_file(), "the other conversion's files were swept"
+    assert [path.name for path in output.parent.iterdir()] == ["ours"]
+    # What the other one finished meanwhile is not replaced either.
+    with pytest.raises(ConfigError, match="already holds a checkpoint"), staged(output, overwrite=False):
+        pass
+
+
+def test_the_output_is_the_working_directory(
+    verifier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = zlab_checkpoint(tmp_path / "theirs")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert converted([str(source), "--verifier", verifier, "--output-path", "."], capsys)[0] == 0
+    assert sorted(path.name for path in Path().iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", 5),
+        ("num_target_layers", "x"),
+        ("markov_rank", []),
+        ("rope_theta", {}),
+        ("target_layer_ids", True),
+        ("target_layer_ids", [1, "a"]),
+        ("num_hidden_layers", 10**25),
+        ("sliding_window", "wide"),
+    ],
+)
+def test_a_value_of_a_wrong_type(
+    key: str, value: object, verifier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = deepspec_checkpoint(tmp_path / "theirs")
+    config, _ = read(source)
+    (source / "config.json").write_text(json.dumps(config | {key: value}))
+    code, _, err = converted([str(source), "--verifier", verifier, "--output-path", str(tmp_path / "ours")], capsys)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1

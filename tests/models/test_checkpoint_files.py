@@ -190,3 +190,16 @@ def test_the_verifiers_files_are_read_by_the_same_code(tmp_path: Path) -> None:
         path.unlink()
     save_file(tensors, folder / "consolidated.safetensors")
     assert torch.equal(read_verifier_weights(folder, ["norm"])["norm"], expected["norm"])
+
+
+def test_an_index_and_a_pickle_of_other_things(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ["b"]}}))
+    with pytest.raises(ConfigError, match="outside its folder"):
+        _ = WeightFiles(tmp_path).index
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="nested too deep"):
+        _ = WeightFiles(tmp_path).index
+    (tmp_path / "model.safetensors.index.json").unlink()
+    torch.save({1: torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="holds more than tensors"):
+        _ = WeightFiles(tmp_path).index

@@ -136,13 +136,24 @@ def test_steps_weigh_as_the_settings_say(tmp_path: Path) -> None:
         tmp_path, speculator_type="eagle3", mask_token_id=..., block_size=..., markov_rank=..., ttt_step_loss_decay=0.8
     )
     assert math.exp(-2 / decay_length(falling)) == pytest.approx(0.8**2)
-    growing = settings(
-        tmp_path, speculator_type="eagle3", mask_token_id=..., block_size=..., markov_rank=..., ttt_step_loss_decay=1.5
-    )
-    with pytest.raises(ConfigError, match="at most 1"):
-        decay_length(growing)
     mtp = settings(tmp_path, speculator_type="mtp", block_size=..., markov_rank=..., **UNSHAPED)
     assert math.exp(-2 / decay_length(mtp)) == pytest.approx(0.6**2)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("eagle3", {"ttt_step_loss_decay": 1.5}, "--ttt-step-loss-decay 1.5 makes later steps weigh more"),
+        ("mtp", {"step_weight_beta": 2.0}, "--step-weight-beta 2 makes later steps weigh more"),
+        ("eagle3", {"ttt_steps": 65}, "--ttt-steps 65 is more than a chain can draft; use at most 64"),
+        ("mtp", {"num_speculative_steps": 70}, "--num-speculative-steps 70 is more than a chain can draft"),
+    ],
+)
+def test_chain_settings_are_refused_before_any_work(
+    tmp_path: Path, family: str, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        settings(tmp_path, speculator_type=family, block_size=..., markov_rank=..., **UNSHAPED, **changes)
 
 
 def test_trained_embeddings_are_shipped_and_gone_on_with(tmp_path: Path) -> None:

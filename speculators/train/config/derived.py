@@ -156,6 +156,7 @@ def check_consistency(config: TrainConfig) -> None:
         dspark = config.dspark
         if dspark.markov_rank == 0 and dspark.enable_confidence_head and dspark.confidence_head_with_markov:
             raise ConfigError("--markov-rank 0 leaves no Markov embedding; add --no-confidence-head-with-markov")
+    _check_chain(config)
     if config.speculator_type == "mtp":
         pruning = ["--" + name.replace("_", "-") for name in _PRUNING if config.given(name)]
         if pruning:
@@ -171,6 +172,28 @@ def check_consistency(config: TrainConfig) -> None:
         raise ConfigError(
             f"--final-state {final_state} and {flag} disagree: the norm is applied to pre_norm states and not to post_norm ones"
         )
+
+
+def _check_chain(config: TrainConfig) -> None:
+    """Refuse steps that a recurrent chain cannot take, and weights that grow with them."""
+    steps = {
+        "eagle3": ("--ttt-steps", config.loss.ttt_steps),
+        "mtp": ("--num-speculative-steps", config.mtp.num_speculative_steps),
+    }
+    decays = {
+        "eagle3": ("--ttt-step-loss-decay", config.loss.ttt_step_loss_decay),
+        "mtp": ("--step-weight-beta", config.mtp.step_weight_beta),
+    }
+    if config.speculator_type not in steps:
+        return
+    from speculators.layout import MAX_CHAIN
+
+    flag, count = steps[config.speculator_type]
+    if count > MAX_CHAIN:
+        raise ConfigError(f"{flag} {count} is more than a chain can draft; use at most {MAX_CHAIN}")
+    flag, decay = decays[config.speculator_type]
+    if decay > 1:
+        raise ConfigError(f"{flag} {decay:g} makes later steps weigh more than earlier ones; use a value of at most 1")
 
 
 def _warn_of_no_effect(config: TrainConfig) -> None:
