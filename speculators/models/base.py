@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speculators.config import SpeculatorModelConfig
 from speculators.errors import ConfigError, SpeculatorsError, VerifierError, last_line
 from speculators.models.checkpoint_files import WeightFiles
-from speculators.models.saving import EMBEDDING, HEAD, WritableModel
+from speculators.models.saving import EMBEDDING, HEAD, WritableModel, floating_dtype
 from speculators.models.verifier_weights import VerifierPart, read_verifier_weights
 from speculators.models.vocabulary import d2t_from_t2d, t2d_from_d2t
 
@@ -225,7 +225,8 @@ class SpeculatorModel(WritableModel):
         # No memory is spent on weights that are about to be replaced.
         model: Any = model_class.without_weights(config)
         tensors = WeightFiles(path, where=where).read()
-        model._load(path, tensors, dtype=_named_dtype(dtype, config), verifier=verifier, t2d=t2d, d2t=d2t)
+        wanted = floating_dtype(config.dtype if dtype == "auto" else dtype) or torch.float32
+        model._load(path, tensors, dtype=wanted, verifier=verifier, t2d=t2d, d2t=d2t)
         return model.to(device).eval()
 
     def _load(
@@ -285,16 +286,3 @@ class SpeculatorModel(WritableModel):
         elif stored_d2t is None and stored_t2d is not None:
             stored_d2t = d2t_from_t2d(stored_t2d.bool())
         self.load_vocab_mappings(stored_t2d, stored_d2t)
-
-
-def _named_dtype(dtype: torch.dtype | str, config: SpeculatorModelConfig) -> torch.dtype:
-    """The floating-point type that ``dtype`` means.
-
-    :raises ConfigError: there is none of that name.
-    """
-    found = (config.dtype or torch.float32) if dtype == "auto" else dtype
-    if isinstance(found, str):
-        found = getattr(torch, found.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype {dtype!r} is no floating-point type of torch; use for example bfloat16, float32 or auto")
-    return found

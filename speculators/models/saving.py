@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from speculators.config import SpeculatorModelConfig
+from speculators.errors import ConfigError
 from speculators.hub import PushOptions, check_push_options, push_folder
 from speculators.models.checkpoint_files import DEFAULT_SHARD_SIZE, TensorEntry, write_weights
 from speculators.models.vocabulary import DraftVocabularyMixin
 
-__all__ = ["EMBEDDING", "HEAD", "WritableModel"]
+__all__ = ["EMBEDDING", "HEAD", "WritableModel", "floating_dtype"]
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -58,7 +59,7 @@ class WritableModel(DraftVocabularyMixin, PreTrainedModel):
     def checkpoint_tensors(
         self,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         include_embeddings: bool = False,
         state_dict: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
@@ -66,38 +67,40 @@ class WritableModel(DraftVocabularyMixin, PreTrainedModel):
 
         :param state_dict: what to write instead of the model's own state (as gathered from shards); the model fills in what it
             lacks.
+        :raises ConfigError: ``dtype`` is no floating-point type.
         """
+        wanted = floating_dtype(dtype)
         written = {}
         for name, tensor in self._written(include_embeddings, state_dict).items():
             value = tensor.detach()
-            written[name] = value.to(device="cpu", dtype=_stored_dtype(value, dtype)).contiguous()
+            written[name] = value.to(device="cpu", dtype=_stored_dtype(value, wanted)).contiguous()
         return written
 
     def checkpoint_listing(
-        self, *, dtype: torch.dtype | None = torch.bfloat16, include_embeddings: bool = False
+        self, *, dtype: torch.dtype | str | None = torch.bfloat16, include_embeddings: bool = False
     ) -> list[TensorEntry]:
         """Names, shapes, types and sizes of what :meth:`save_pretrained` would write with these options, by name.
 
         No weights are needed: :meth:`SpeculatorModel.without_weights` gives a model that has none.
         """
-        tensors = self._written(include_embeddings)
+        tensors, wanted = self._written(include_embeddings), floating_dtype(dtype)
         entries = [
-            TensorEntry.of(name, torch.empty(tensor.shape, dtype=_stored_dtype(tensor, dtype), device="meta"))
+            TensorEntry.of(name, torch.empty(tensor.shape, dtype=_stored_dtype(tensor, wanted), device="meta"))
             for name, tensor in tensors.items()
         ]
         return sorted(entries, key=lambda entry: entry.name)
 
-    def checkpoint_config(self, dtype: torch.dtype | None = None) -> SpeculatorModelConfig:
+    def checkpoint_config(self, dtype: torch.dtype | str | None = None) -> SpeculatorModelConfig:
         """The config as written beside the weights: the class's name as architecture, the weights' dtype."""
         # The registered class: sharding replaces a model's own by a subclass.
         architecture = self.registered_model_class_from_config(self.config).__name__
-        return self.config.copy(architectures=[architecture], dtype=dtype or self.dtype)
+        return self.config.copy(architectures=[architecture], dtype=floating_dtype(dtype) or self.dtype)
 
     def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         include_embeddings: bool = False,
         state_dict: Mapping[str, Tensor] | None = None,
         max_shard_size: int | str = DEFAULT_SHARD_SIZE,
@@ -107,7 +110,7 @@ class WritableModel(DraftVocabularyMixin, PreTrainedModel):
     ) -> None:
         """Write the checkpoint folder (created if absent). A reader never sees half a file: each is renamed into place.
 
-        :param dtype: of the floating-point tensors; None keeps the model's. Serving engines expect bfloat16.
+        :param dtype: of the floating-point tensors, by torch's name too; None keeps the model's. Engines expect bfloat16.
         :param include_embeddings: also write ``embed_tokens``, and ``lm_head`` where the vocabulary is whole.
         :param max_shard_size: bytes or text such as ``5GB``; larger checkpoints become shards with an index.
         :param is_main_process: False writes nothing, so that every process may call it.
@@ -137,7 +140,7 @@ class WritableModel(DraftVocabularyMixin, PreTrainedModel):
         self,
         repo_id: str,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         include_embeddings: bool = False,
         state_dict: Mapping[str, Tensor] | None = None,
         max_shard_size: int | str = DEFAULT_SHARD_SIZE,
@@ -183,6 +186,19 @@ class WritableModel(DraftVocabularyMixin, PreTrainedModel):
             create_pr=create_pr,
             tags=tags,
         )
+
+
+def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The floating-point type of this name (``bfloat16``), or itself; None stays None.
+
+    :raises ConfigError: there is none of that name.
+    """
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype {dtype!r} is no floating-point type of torch; use for example bfloat16 or float32")
+    return found
 
 
 def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

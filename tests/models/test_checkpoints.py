@@ -124,7 +124,11 @@ def test_reads_in_the_dtype_asked_for(verifier: Path, tmp_path: Path) -> None:
     for wrong in ("half-float", "int8", torch.int8):
         with pytest.raises(ConfigError, match="is no floating-point type of torch"):
             SpeculatorModel.from_pretrained(tmp_path, dtype=wrong)
-    model.save_pretrained(tmp_path, dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match="is no floating-point type of torch"):
+            model.save_pretrained(tmp_path, dtype=wrong)
+    assert {entry.dtype for entry in model.checkpoint_listing(dtype="float16")} == {"float16", "int64", "bool"}
+    model.save_pretrained(tmp_path, dtype="bfloat16")
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert SpeculatorModel.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="holds a DSparkDraftModel, not a"):
         type("Other", (DFlashDraftModel,), {"config_class": None}).from_pretrained(tmp_path)
