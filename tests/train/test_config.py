@@ -264,3 +264,11 @@ def test_a_refusal_names_the_setting_and_not_its_group(tmp_path: Path) -> None:
         TrainConfig.from_flat(lr=0)
     with pytest.raises(ConfigError, match=r"optimizer\.lr: input should be greater than 0"):
         TrainConfig.from_sources(config_path=write(tmp_path, "optimizer: {lr: 0}"))
+
+
+def test_loss_weights_are_the_same_setting_as_text_and_as_a_mapping(tmp_path: Path) -> None:
+    mapping = TrainConfig.from_flat(speculator_type="dspark", verifier_name_or_path="v", loss_fn={"ce": 1, "tv": 0.5})
+    text = TrainConfig.resolve([*DSPARK, "--loss-fn", '{"ce": 1, "tv": 0.5}'])
+    assert mapping.loss.loss_fn == text.loss.loss_fn == {"ce": 1.0, "tv": 0.5}
+    mapping.save(tmp_path)
+    assert TrainConfig.from_sources(config_path=tmp_path / "run.yaml") == mapping

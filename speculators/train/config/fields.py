@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-__all__ = ["FAMILIES", "Group", "SettingInfo", "setting", "setting_info"]
+__all__ = ["FAMILIES", "Group", "SettingInfo", "mapping_of_text", "setting", "setting_info"]
 
 #: Values of ``--speculator-type``, upstream's names and order.
 FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "mtp", "dflash2", "xpress")
@@ -64,3 +65,16 @@ def setting(
 def setting_info(field: FieldInfo) -> SettingInfo:
     """The :class:`SettingInfo` of a field made by :func:`setting`."""
     return next((entry for entry in field.metadata if isinstance(entry, SettingInfo)), SettingInfo())
+
+
+def mapping_of_text(value: Any) -> Any:
+    """The mapping that a JSON text says, as ``run.yaml`` has mappings; any other value as it is.
+
+    Text that only looks like one stays text, and is refused with a sentence where it is used.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from speculators.train.config.fields import Group, setting
+from pydantic import field_validator
+
+from speculators.train.config.fields import Group, mapping_of_text, setting
 
 __all__ = [
     "DataSettings",
@@ -113,6 +115,11 @@ class DraftSettings(Group):
         "auto", "Attention of the draft; upstream's names choose the nearest one here."
     )
 
+    @field_validator("draft_config")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return mapping_of_text(value)
+
 
 class DataSettings(Group):
     """Rows, packing, anchors and where the verifier's hidden states come from."""
@@ -188,6 +195,11 @@ class LossSettings(Group):
     )
     ttt_steps: int = setting(3, "Steps of training-time test.", families=("eagle3",), ge=1)
     ttt_step_loss_decay: float = setting(1.0, "Weight of each further step.", families=("eagle3",), gt=0.0)
+
+    @field_validator("loss_fn")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return mapping_of_text(value)
 
 
 class OptimizerSettings(Group):
