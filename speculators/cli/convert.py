@@ -46,7 +46,7 @@ def convert(
 
     try:
         options = json.loads(algorithm_kwargs) if algorithm_kwargs else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"--algorithm-kwargs is no JSON ({error}); give an object such as '{{\"mask_token_id\": 5}}'"
         ) from error

@@ -54,6 +54,7 @@ def test_algorithm_kwargs(verifier: str, tmp_path: Path, capsys: pytest.CaptureF
     arguments = [str(source), "--verifier", verifier, "--output-path", str(tmp_path / "ours")]
     for kwargs, sentence in [
         ("{", "--algorithm-kwargs is no JSON"),
+        ("[" * 100_000, "--algorithm-kwargs is no JSON"),
         ("[1]", "--algorithm-kwargs must be a JSON object"),
         ('{"mask": 1}', "unknown conversion option 'mask'"),
         ('{"mask_token_id": "x"}', "wrong conversion option: mask_token_id"),
