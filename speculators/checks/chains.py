@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from speculators.checks.facts import CheckpointFacts
 from speculators.checks.findings import Finding, Kind
+from speculators.convert.vllm_mla import absent_in_vllm
 
 __all__ = ["KINDS", "check_chains"]
 
@@ -44,6 +45,13 @@ LATENT = Kind(
     "vLLM's speculators loader knows llama and qwen3 decoders only; it serves MLA drafts from its native flat config.",
     "Write that form with `speculators convert --to vllm-native` before serving.",
 )
+LATENT_BEYOND = Kind(
+    "mla-without-native-form",
+    "warning",
+    "A draft with latent attention (MLA) and something that vLLM's native form of such drafts has not.",
+    "vLLM reads MLA drafts in that form only, and `speculators convert --to vllm-native` refuses this one.",
+    "Train again without it, for example with `--no-norm-before-fc`; or serve with this library's decoder.",
+)
 LAYERS_OPEN = Kind(
     "layer-ids-left-open",
     "warning",
@@ -65,7 +73,7 @@ OUTPUT_BIAS = Kind(
     "vLLM has no bias in the output projection there, and so runs another network.",
     "Train without attention biases for vLLM.",
 )
-KINDS = (MIDLAYER, NORMS_BOTH, MASK_HIDDEN, NORMS_IGNORED, LATENT, LAYERS_OPEN, THREE_LAYERS, OUTPUT_BIAS)
+KINDS = (MIDLAYER, NORMS_BOTH, MASK_HIDDEN, NORMS_IGNORED, LATENT, LATENT_BEYOND, LAYERS_OPEN, THREE_LAYERS, OUTPUT_BIAS)
 
 
 def check_chains(facts: CheckpointFacts) -> Iterator[Finding]:
@@ -79,7 +87,9 @@ def check_chains(facts: CheckpointFacts) -> Iterator[Finding]:
     if facts.value("norm_before_fc") and facts.value("fc_norm"):
         yield NORMS_BOTH.found("norm_before_fc and fc_norm are true")
     if facts.decoder.get("model_type") == "deepseek_v3":
-        yield LATENT.found("the decoder's model_type is deepseek_v3")
+        beyond = absent_in_vllm(facts.decoder, bool(facts.value("norm_before_fc")))
+        kind, why = (LATENT_BEYOND, f" and has {', '.join(beyond)}") if beyond else (LATENT, "")
+        yield kind.found(f"the decoder's model_type is deepseek_v3{why}")
     layers = facts.config.get(facts.layer_id_key)
     if facts.decoder.get("model_type") == "llama" and isinstance(layers, list) and len(layers) != 3:
         yield THREE_LAYERS.found(f"{len(layers)} captured layers, and the decoder's model_type is llama")

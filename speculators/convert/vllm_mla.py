@@ -7,6 +7,7 @@ and takes every scaled rotary embedding for DeepSeek's YaRN. Source: vLLM 0.32, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from speculators.convert.source import ForeignCheckpoint
 from speculators.convert.verifier import VerifierFacts
 from speculators.errors import ConfigError
 
-__all__ = ["VllmMlaEagle3", "write_vllm_mla"]
+__all__ = ["VllmMlaEagle3", "absent_in_vllm", "write_vllm_mla"]
 
 ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 
@@ -41,22 +42,29 @@ class VllmMlaEagle3(Adapter):
         return read_eagle3(source, verifier, options, "deepseek_v3", "MLA EAGLE-3")
 
 
+def absent_in_vllm(decoder: Mapping[str, Any], norm_before_fc: bool) -> list[str]:
+    """What a draft with this decoder's config has that vLLM's class has not, in the words of its config.
+
+    :param decoder: as in ``transformer_layer_config``; a missing key means transformers' default.
+    """
+    rope_type = (decoder.get("rope_parameters") or {}).get("rope_type", "default")
+    unknown = {
+        "norm_before_fc": norm_before_fc,
+        "rope_interleave: false": not decoder.get("rope_interleave", True),
+        "attention_bias": bool(decoder.get("attention_bias")),
+        "q_lora_rank: null": not decoder.get("q_lora_rank", True),
+        f"rope_type {rope_type!r}": rope_type not in ("default", "yarn"),
+    }
+    return [name for name, present in unknown.items() if present]
+
+
 def write_vllm_mla(conversion: Conversion) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of the native form; tensor names are the same.
 
     :raises ConfigError: the draft has something that vLLM's class has not.
     """
     config = conversion.config
-    decoder = config.transformer_layer_config
-    rope_type = (decoder.rope_parameters or {}).get("rope_type", "default")
-    unknown = {
-        "norm_before_fc": config.norm_before_fc,
-        "rope_interleave: false": not decoder.rope_interleave,
-        "attention_bias": decoder.attention_bias,
-        "q_lora_rank: null": not decoder.q_lora_rank,
-        f"rope_type {rope_type!r}": rope_type not in ("default", "yarn"),
-    }
-    found = [name for name, present in unknown.items() if present]
+    found = absent_in_vllm(config.transformer_layer_config.to_dict(), config.norm_before_fc)
     if found:
         raise ConfigError(f"vLLM's EAGLE-3 with latent attention does not have {found[0]}, which this draft was trained with")
     flat, tensors = write_flat_eagle3(conversion, ARCHITECTURE)

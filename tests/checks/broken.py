@@ -261,7 +261,8 @@ BROKEN = [
     Broken("no mask state", "mask-hidden-missing", without("mask_hidden"), "peagle"),
     Broken("no mask token in P-EAGLE", "required-key-missing", drop("mask_token_id"), "peagle"),
     Broken("a norm that vLLM ignores", "peagle-norms-ignored", put("norm_output", value=True), "peagle"),
-    Broken("latent attention", "mla-needs-native-config", family="eagle3", build=LATENT),
+    Broken("latent attention", "mla-needs-native-config", family="eagle3", build=LATENT | {"norm_before_fc": False}),
+    Broken("latent attention and a norm that vLLM lacks", "mla-without-native-form", family="eagle3", build=LATENT),
     Broken(
         "two layers of a Llama decoder",
         "vllm-reads-three-layers",

@@ -172,6 +172,10 @@ def test_dump_config_prints_what_reloads(tmp_path: Path, capsys: pytest.CaptureF
             ["--speculator-type", "dspark", "--draft-config", "folder", "--optimizer", "adamw"],
             {"draft_arch": "qwen3", "block_size": 8, "sample_from_anchor": True, "sliding_window_non_causal": False},
         ),
+        (
+            ["--speculator-type", "eagle3", "--draft-arch", "deepseek_v3", "--muon-lr", "0.1"],
+            {"num_layers": 1, "norm_before_fc": False, "norm_output": True},
+        ),
         (["--speculator-type", "mtp", "--muon-lr", "0.1"], {}),
         (["--from-pretrained", "folder", "--optimizer", "adamw"], {}),
     ],

@@ -56,8 +56,11 @@ def derive(config: TrainConfig) -> Derived:
         per_position_loss_weight=dflash.per_position_loss_weight or ("dpace" if family == "dflash" else "fixed-exp-decay"),
         loss_fn=_loss_weights(config),
         muon_lr=config.optimizer.muon_lr or config.optimizer.lr,
-        # fc_norm stands in the place of norm_before_fc, which is on unless something is said.
-        norm_before_fc=_or(draft.norm_before_fc, family == "eagle3" and not draft.fc_norm),
+        # fc_norm stands in the place of norm_before_fc, which is on unless something is said; engines do not have it beside
+        # latent attention.
+        norm_before_fc=_or(
+            draft.norm_before_fc, family == "eagle3" and not draft.fc_norm and draft.draft_arch != "deepseek_v3"
+        ),
         norm_output=_or(draft.norm_output, family == "eagle3"),
     )
 
