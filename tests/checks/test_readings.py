@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ BLOCK = {"block_size": 6, "markov_rank": 16}
 MTP: dict[str, Any] = {"block_size": ..., "markov_rank": ..., "target_layer_ids": ..., "num_layers": ..., "mask_token_id": ...}
 CHAIN: dict[str, Any] = {"block_size": ..., "markov_rank": ..., "ttt_steps": 3, "norm_before_residual": False}
 DECODER, PROPOSAL = "transformer_layer_config", ("speculators_config", "proposal_methods", 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """What a training of seconds learns hangs on the order of sums: the same on every machine with one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
