@@ -52,6 +52,7 @@ class Family:
     :param masked: whether the draft reads a mask token.
     :param blocks: whether it is a block draft: one that can start from the verifier's layers, with short blocks.
     :param every_anchor: whether every position is trained from unless ``--max-anchors`` is given.
+    :param drops_depths: whether deep slots are thinned out while training.
     :param of_verifier: whether it is a layer of the verifier's own kind on its last state: neither shape nor captured layers
         are a choice, and the verifier may bring weights for it.
     """
@@ -61,6 +62,7 @@ class Family:
     masked: bool = True
     blocks: bool = False
     every_anchor: bool = False
+    drops_depths: bool = False
     of_verifier: bool = False
 
 
@@ -71,7 +73,7 @@ def family_of(config: TrainConfig) -> Family:
 
 def decay_length(config: TrainConfig) -> float:
     """gamma of the weights exp(-d / gamma) of the predicted tokens; infinite where all weigh the same."""
-    if config.speculator_type in ("dflash", "dspark"):
+    if family_of(config).blocks:
         return config.dflash.dflash_decay_gamma
     if config.speculator_type == "eagle3":
         decay = config.loss.ttt_step_loss_decay
@@ -137,6 +139,6 @@ FAMILIES: dict[str, Family] = {
     "dflash": Family(DFlashSpeculatorConfig, _dflash, blocks=True),
     "dspark": Family(DSparkSpeculatorConfig, _dspark, blocks=True),
     "eagle3": Family(Eagle3SpeculatorConfig, _eagle3, masked=False, every_anchor=True),
-    "peagle": Family(PEagleSpeculatorConfig, _peagle),
+    "peagle": Family(PEagleSpeculatorConfig, _peagle, drops_depths=True),
     "mtp": Family(MTPSpeculatorConfig, _mtp, masked=False, every_anchor=True, of_verifier=True),
 }

@@ -62,7 +62,7 @@ class Recipe:
         share = data.short_block_share if short is not None else 0.0
         every = family.every_anchor and not config.given("max_anchors")
         drop = None
-        if config.speculator_type == "peagle":
+        if family.drops_depths:
             drop = DepthDrop(config.peagle.down_sample_ratio, config.peagle.down_sample_ratio_min)
         return cls(
             dataset,
