@@ -1,22 +1,77 @@
 """Rows: conversations, chat templates and loss masks, packing, anchors, vocabulary pruning."""
 
-from speculators.data.anchors import AnchorCoverage, DepthDrop, drop_depths, sample_anchors
-from speculators.data.batches import CutRows, attach_states, batch_rows, build_batch
-from speculators.data.packing import PackedRow, deal, packing_waste, plan_epoch, plan_steps
-from speculators.data.prompts import Conversation, Prompt, load_human_eval, read_conversations, read_prompts
-from speculators.data.rendering import Rendered, on_policy_row, render_conversation, render_prompt, render_rows, tokenizer_hash
-from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset, split_rows
-from speculators.data.vocabulary import (
-    VocabularyMapping,
-    build_mapping,
-    count_tokens,
-    load_mapping,
-    load_mapping_files,
-    load_token_frequencies,
-    mapping_for,
-    save_mapping,
-    save_token_frequencies,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speculators.data.anchors import AnchorCoverage, DepthDrop, drop_depths, sample_anchors
+    from speculators.data.batches import CutRows, attach_states, batch_rows, build_batch
+    from speculators.data.packing import PackedRow, deal, packing_waste, plan_epoch, plan_steps
+    from speculators.data.prompts import Conversation, Prompt, load_human_eval, read_conversations, read_prompts
+    from speculators.data.rendering import (
+        Rendered,
+        on_policy_row,
+        render_conversation,
+        render_prompt,
+        render_rows,
+        tokenizer_hash,
+    )
+    from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset, split_rows
+    from speculators.data.vocabulary import (
+        VocabularyMapping,
+        build_mapping,
+        count_tokens,
+        load_mapping,
+        load_mapping_files,
+        load_token_frequencies,
+        mapping_for,
+        save_mapping,
+        save_token_frequencies,
+    )
+
+# Imported when first used: the processes that render data start in a second because they load neither torch nor datasets.
+_MODULES = {
+    "AnchorCoverage": "speculators.data.anchors",
+    "DepthDrop": "speculators.data.anchors",
+    "drop_depths": "speculators.data.anchors",
+    "sample_anchors": "speculators.data.anchors",
+    "CutRows": "speculators.data.batches",
+    "attach_states": "speculators.data.batches",
+    "batch_rows": "speculators.data.batches",
+    "build_batch": "speculators.data.batches",
+    "PackedRow": "speculators.data.packing",
+    "deal": "speculators.data.packing",
+    "packing_waste": "speculators.data.packing",
+    "plan_epoch": "speculators.data.packing",
+    "plan_steps": "speculators.data.packing",
+    "Conversation": "speculators.data.prompts",
+    "Prompt": "speculators.data.prompts",
+    "load_human_eval": "speculators.data.prompts",
+    "read_conversations": "speculators.data.prompts",
+    "read_prompts": "speculators.data.prompts",
+    "Rendered": "speculators.data.rendering",
+    "on_policy_row": "speculators.data.rendering",
+    "render_conversation": "speculators.data.rendering",
+    "render_prompt": "speculators.data.rendering",
+    "render_rows": "speculators.data.rendering",
+    "tokenizer_hash": "speculators.data.rendering",
+    "AnswerRecord": "speculators.data.rows",
+    "DataManifest": "speculators.data.rows",
+    "Row": "speculators.data.rows",
+    "RowDataset": "speculators.data.rows",
+    "split_rows": "speculators.data.rows",
+    "VocabularyMapping": "speculators.data.vocabulary",
+    "build_mapping": "speculators.data.vocabulary",
+    "count_tokens": "speculators.data.vocabulary",
+    "load_mapping": "speculators.data.vocabulary",
+    "load_mapping_files": "speculators.data.vocabulary",
+    "load_token_frequencies": "speculators.data.vocabulary",
+    "mapping_for": "speculators.data.vocabulary",
+    "save_mapping": "speculators.data.vocabulary",
+    "save_token_frequencies": "speculators.data.vocabulary",
+}
 
 __all__ = [
     "DepthDrop",
@@ -58,3 +113,13 @@ __all__ = [
     "split_rows",
     "tokenizer_hash",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
