@@ -25,7 +25,7 @@ from speculators.data.rendering import (
     tokenizer_hash,
 )
 from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset
-from speculators.data.vocabulary import TOKEN_FREQUENCIES, count_tokens, save_token_frequencies
+from speculators.data.token_counts import TOKEN_FREQUENCIES, count_tokens, save_token_frequencies
 from speculators.errors import ConfigError, DataError
 from speculators.files import AppendedRecords, atomic_write, locked_folder, sweep_temporaries
 

@@ -8,35 +8,25 @@ over the verifier's ids with exactly D true, and draft id k is the k-th true id.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from speculators.data.rows import Row
 from speculators.errors import ConfigError, DataError
 from speculators.files import atomic_write
 
 __all__ = [
-    "TOKEN_FREQUENCIES",
     "VocabularyMapping",
     "build_mapping",
-    "count_tokens",
     "load_mapping",
     "load_mapping_files",
-    "load_token_frequencies",
     "mapping_for",
     "save_mapping",
-    "save_token_frequencies",
 ]
-
-#: Name of the frequency file that prepare-data writes and upstream reads.
-TOKEN_FREQUENCIES = "token_freq.pt"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,21 +75,6 @@ class VocabularyMapping:
         return int(counts[self.t2d].sum()), int(counts.sum())
 
 
-def count_tokens(rows: Iterable[Row], vocab_size: int) -> np.ndarray:
-    """How often every id is supervised, int64 ``[V]``.
-
-    :raises DataError: for an id outside the vocabulary.
-    """
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for row in rows:
-        ids = row.input_ids[row.loss_mask]
-        if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-            wrong = ids.max() if ids.max() >= vocab_size else ids.min()
-            raise DataError(f"row {row.row_id} has token id {wrong}, outside the vocabulary of {vocab_size}; render it again")
-        counts += np.bincount(ids, minlength=vocab_size)
-    return counts
-
-
 def build_mapping(
     counts: np.ndarray, draft_vocab_size: int, verifier_vocab_size: int, mandatory_ids: Collection[int] = ()
 ) -> VocabularyMapping:
@@ -140,37 +115,6 @@ def build_mapping(
     t2d = np.zeros(verifier_vocab_size, dtype=bool)
     t2d[kept] = True
     return VocabularyMapping(kept - np.arange(draft_vocab_size), t2d)
-
-
-def save_token_frequencies(path: str | Path, counts: np.ndarray) -> None:
-    """Write counts as upstream does: a torch file of ``{id: count}`` with the ids that occur, most frequent first."""
-    ids = np.flatnonzero(counts)
-    ids = ids[np.argsort(-counts[ids], kind="stable")]
-    frequencies = {int(token): int(counts[token]) for token in ids}
-    buffer = io.BytesIO()  # torch.save into a file reports a full disk as something else than an OSError
-    torch.save(frequencies, buffer)
-    atomic_write(path, lambda file: file.write_bytes(buffer.getvalue()))
-
-
-def load_token_frequencies(path: str | Path) -> np.ndarray:
-    """Counts from a frequency file, int64 up to the largest id in it; nothing but plain numbers is unpickled.
-
-    :raises DataError: for a missing file or one that is no mapping of ids to counts.
-    """
-    try:
-        frequencies = torch.load(path, weights_only=True)
-    except FileNotFoundError:
-        raise DataError(f"there is no token frequency file {path}; make it with prepare-data") from None
-    except Exception as error:  # on foreign bytes the unpickler raises whatever it happens to run into
-        raise DataError(f"the token frequency file {path} cannot be read; make it again with prepare-data") from error
-    numbers = isinstance(frequencies, dict) and all(
-        isinstance(token, int) and isinstance(count, int) and min(token, count) >= 0 for token, count in frequencies.items()
-    )
-    if not numbers:
-        raise DataError(f"the token frequency file {path} does not map ids to counts; make it again with prepare-data")
-    counts = np.zeros(max(frequencies, default=-1) + 1, dtype=np.int64)
-    counts[list(frequencies.keys())] = list(frequencies.values())
-    return counts
 
 
 def _files(folder: str | Path, draft_vocab_size: int) -> tuple[Path, Path, Path]:

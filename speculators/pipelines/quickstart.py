@@ -24,7 +24,8 @@ from rich.console import Console
 from speculators.data.prompts import find_prompt_files, load_human_eval, read_prompts
 from speculators.data.rendering import render_prompt, tokenizer_hash
 from speculators.data.rows import AnswerRecord, DataManifest, RowDataset
-from speculators.data.vocabulary import count_tokens, mapping_for, save_token_frequencies
+from speculators.data.token_counts import count_dataset, save_counts
+from speculators.data.vocabulary import mapping_for
 from speculators.errors import DataError, SpeculatorsError, StoppedError, VerifierError
 from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet
 from speculators.evaluation.bound import seconds_per_step
@@ -180,9 +181,10 @@ class _Quickstart:
         """The draft's vocabulary: the ids that occur in the answers, most frequent first."""
         if self.folder.product("vocabulary") is not None:
             return
-        counts = count_tokens(dataset, verifier.vocab_size)
+        counted = count_dataset(dataset, verifier.vocab_size)
+        counts = counted.counts
         size = min(self.settings.draft_vocab_size, verifier.vocab_size)
-        save_token_frequencies(self.path / "data" / "token_freq.pt", counts)
+        save_counts(self.path / "data" / "token_freq.pt", counted)
         mapping = mapping_for(self.path / "data", counts, size, verifier.vocab_size, verifier.eos_ids)
         covered, all_tokens = mapping.coverage(counts)
         self.folder.finish("vocabulary", {"size": size, "covered": covered, "tokens": all_tokens})

@@ -10,14 +10,8 @@ from typing import Any
 import numpy as np
 
 from speculators.data.rows import RowDataset
-from speculators.data.vocabulary import (
-    TOKEN_FREQUENCIES,
-    VocabularyMapping,
-    build_mapping,
-    count_tokens,
-    load_mapping_files,
-    load_token_frequencies,
-)
+from speculators.data.token_counts import TOKEN_FREQUENCIES, count_tokens, load_token_frequencies
+from speculators.data.vocabulary import VocabularyMapping, build_mapping, load_mapping_files
 from speculators.errors import ConfigError
 from speculators.models.family import DraftModelConfig
 from speculators.train.config.model import TrainConfig

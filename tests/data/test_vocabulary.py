@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from speculators.data import (
-    Row,
     VocabularyMapping,
     build_mapping,
-    count_tokens,
     load_mapping,
     load_mapping_files,
-    load_token_frequencies,
     mapping_for,
     save_mapping,
-    save_token_frequencies,
 )
 from speculators.errors import ConfigError, DataError
 
 COUNTS = np.array([0, 5, 2, 0, 9, 2, 0, 2, 0, 1])
-
-
-def test_only_supervised_tokens_are_counted() -> None:
-    rows = [
-        Row(0, np.array([1, 2, 2, 3]), np.array([False, True, True, True])),
-        Row(1, np.array([3, 1]), np.array([True, False])),
-        Row(2, np.array([4]), np.array([False])),
-    ]
-    assert count_tokens(rows, 6).tolist() == [0, 0, 2, 2, 0, 0]
-    with pytest.raises(DataError, match="token id 3, outside the vocabulary of 3"):
-        count_tokens(rows, 3)
 
 
 def test_the_most_frequent_ids_are_kept_ascending_and_ties_go_to_the_smaller_id() -> None:
@@ -125,37 +108,3 @@ def test_a_mapping_of_other_data_is_never_picked_up(tmp_path: Path) -> None:
     # Another size lies beside it.
     mapping_for(tmp_path, COUNTS, 5, 10)
     assert load_mapping(tmp_path, 4, 10).hash == second.hash
-
-
-def test_token_frequencies(tmp_path: Path) -> None:
-    path = tmp_path / "token_freq.pt"
-    save_token_frequencies(path, COUNTS)
-    assert torch.load(path, weights_only=True) == {4: 9, 1: 5, 2: 2, 5: 2, 7: 2, 9: 1}
-    assert load_token_frequencies(path).tolist() == COUNTS.tolist()
-    save_token_frequencies(path, np.zeros(4, np.int64))
-    assert load_token_frequencies(path).tolist() == []
-    with pytest.raises(DataError, match="no token frequency file"):
-        load_token_frequencies(tmp_path / "missing.pt")
-    path.write_bytes(b"torn")
-    with pytest.raises(DataError, match="cannot be read"):
-        load_token_frequencies(path)
-    torch.save({"a": 1}, path)
-    with pytest.raises(DataError, match="does not map ids"):
-        load_token_frequencies(path)
-    torch.save(Path("x"), path)  # a pickle of something else is never executed
-    with pytest.raises(DataError, match="cannot be read"):
-        load_token_frequencies(path)
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "token_freq.pt"
-    save_token_frequencies(path, COUNTS)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(DataError, match="disk is full"):
-        save_token_frequencies(path, COUNTS * 2)
-    assert load_token_frequencies(path).tolist() == COUNTS.tolist()
-    assert [file.name for file in tmp_path.iterdir()] == ["token_freq.pt"]
