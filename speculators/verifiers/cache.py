@@ -101,6 +101,21 @@ class PreallocatedLayer(CacheLayerMixin):
         self.start, self.end = 0, visible
         self.set_rows(self.rows)
 
+    def show_front(self, slots: int) -> None:
+        """Show ``slots`` more in front of every row: numbers without meaning, for the caller to mask."""
+        missing = slots - self.start
+        if missing > 0:
+            missing = -(-missing // _CHUNK) * _CHUNK
+            grown = []
+            for buffer in self.buffers():
+                larger = buffer.new_zeros(*buffer.shape[:2], buffer.shape[2] + missing, buffer.shape[3])
+                larger[:, :, missing:] = buffer
+                grown.append(larger)
+            self.keys, self.values = grown
+            self.start, self.end = self.start + missing, self.end + missing
+            self.set_rows(self.rows)
+        self.start -= slots
+
     def set_rows(self, rows: int) -> None:
         """Use the first ``rows`` rows from now on."""
         self.rows = rows
@@ -165,17 +180,18 @@ class PreallocatedCache(Cache):
         """Append the rows of ``source``; of row r, the first ``lengths[r]`` tokens, placed so that they end where this
         cache's rows end.
 
-        Rows that are longer than what this cache shows make it show more, in front: only possible while it has no rows.
+        Rows that are longer than what this cache shows make it show more, in front; its own rows do not use those slots.
         """
         for layer, other in zip(self.own_layers, source.own_layers, strict=True):
             layer_length = layer.get_seq_length()
             longest = max(lengths)
             if longest > layer_length:
                 if layer.rows:
-                    raise ValueError(f"a row of {longest} tokens cannot join rows of {layer_length}; add the longest first")
-                layer.reset()
-                layer.make_room(longest)
-                layer.end = longest
+                    layer.show_front(longest - layer_length)
+                else:
+                    layer.reset()
+                    layer.make_room(longest)
+                    layer.end = longest
             added = other.buffers()
             if layer.keys is None:
                 layer.lazy_initialization(*added)

@@ -7,7 +7,7 @@ last are prefilled without padding on the left and without the output head; the 
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ from speculators.errors import DataError
 from speculators.progress import bar
 from speculators.sampling import SamplingParams, probabilities
 from speculators.verifiers.loading import Verifier
-from speculators.verifiers.running_batch import running_batch
+from speculators.verifiers.running_batch import RunningBatch, running_batch
 
-__all__ = ["draw", "generate_answers"]
+__all__ = ["Generation", "GenerationRow", "draw", "generate_answers"]
 
 #: Called with the prompts finished and the tokens generated so far.
 Progress = Callable[[int, int], None]
@@ -31,13 +31,17 @@ _STREAM = 0x616E73  # keeps these draws apart from every other use of the same s
 _NUCLEUS = 1024  # candidates to sort before sorting the whole vocabulary
 
 
-@dataclass(slots=True)
-class _Row:
-    index: int
-    prompt: list[int]
-    limit: int  # most tokens to generate
-    uniforms: np.ndarray | None  # one number in [0, 1) per generated token; None when greedy
+@dataclass(slots=True, eq=False)
+class GenerationRow:
+    """A prompt and what has been generated behind it."""
+
+    index: int  #: which prompt it is, for the caller
+    prompt: Sequence[int]
+    limit: int  #: most tokens to generate
+    sampling: SamplingParams
+    seed: tuple[int, ...]  #: seeds the draws, of which token t of the answer takes the t-th
     answer: list[int] = field(default_factory=list)
+    _draws: np.random.Generator | None = None
 
     @property
     def newest(self) -> int:
@@ -47,6 +51,69 @@ class _Row:
     def position(self) -> int:
         """Position of the newest token."""
         return len(self.prompt) + len(self.answer) - 1
+
+    def uniform(self) -> float:
+        """A number in [0, 1) for the next token."""
+        if self.sampling.greedy:
+            return 0.0
+        if self._draws is None:
+            self._draws = np.random.default_rng([_STREAM, *self.seed])
+        return float(self._draws.random())
+
+
+class Generation:
+    """Rows that wait for a place in the running batch, and those that have one; more may be added at any time.
+
+    :param batch_size: rows that run at once; memory for keys and values grows with it.
+    """
+
+    def __init__(self, verifier: Verifier, batch_size: int) -> None:
+        self.verifier = verifier
+        self.batch_size = batch_size
+        self.tokens = 0  #: generated so far
+        self.running: list[GenerationRow] = []
+        self._waiting: list[tuple[int, int, GenerationRow]] = []
+        self._added = 0
+        self._eos_ids = frozenset(verifier.eos_ids)
+        self._batch: RunningBatch | None = None
+
+    def __len__(self) -> int:
+        """Rows that are not finished."""
+        return len(self.running) + len(self._waiting)
+
+    def add(self, row: GenerationRow) -> None:
+        """Let a row wait; the longest prompt is taken first, among equals the one that was added first."""
+        heapq.heappush(self._waiting, (-len(row.prompt), self._added, row))
+        self._added += 1
+
+    def step(self) -> list[GenerationRow]:
+        """Give free places to waiting rows, generate one token for every running row, and return those it finishes.
+
+        A row is finished by one of the verifier's end-of-sequence ids, which is its last token, or by its limit.
+        """
+        if self._batch is None:
+            self._batch = running_batch(self.verifier, self.batch_size)
+        batch, running = self._batch, self.running
+        joining = [heapq.heappop(self._waiting)[2] for _ in range(min(batch.room, len(self._waiting)))]
+        if joining:
+            batch.add([row.prompt[:-1] for row in joining])
+            running += joining
+        if not running:
+            return []
+        logits = batch.step([row.newest for row in running], [row.position for row in running])
+        drawn = _draw_rows(logits, running)
+        self.tokens += len(drawn)
+        done = []
+        for place, (row, token) in enumerate(zip(running, drawn, strict=True)):
+            row.answer.append(token)
+            if token in self._eos_ids or len(row.answer) == row.limit:
+                done.append(place)
+        finished = [running[place] for place in done]
+        for place in reversed(done):  # as the batch does: the last row takes the place of the one that leaves
+            batch.remove(place)
+            running[place] = running[-1]
+            running.pop()
+        return finished
 
 
 def generate_answers(
@@ -78,13 +145,12 @@ def generate_answers(
     sampling = sampling if sampling is not None else SamplingParams()
     if max_new_tokens < 1 or batch_size < 1:
         raise DataError("generation needs at least one new token and one row a batch; raise max_new_tokens or batch_size")
-    rows = []
+    generation = Generation(verifier, min(batch_size, len(prompts)))
     for index, prompt in enumerate(prompts):
         limit = _limit(verifier, index, len(prompt), max_new_tokens)
-        row_id = index if row_ids is None else row_ids[index]
-        rows.append(_Row(index, [int(token) for token in prompt], limit, _uniforms(sampling, seed, row_id, limit)))
-    rows.sort(key=lambda row: (-len(row.prompt), row.index))
-    return _answers(verifier, rows, sampling, batch_size, progress, stop)
+        row_seed = (seed, index if row_ids is None else row_ids[index])
+        generation.add(GenerationRow(index, [int(token) for token in prompt], limit, sampling, row_seed))
+    return _answers(generation, len(prompts), progress, stop)
 
 
 def _limit(verifier: Verifier, index: int, length: int, max_new_tokens: int) -> int:
@@ -100,53 +166,36 @@ def _limit(verifier: Verifier, index: int, length: int, max_new_tokens: int) -> 
     return min(max_new_tokens, verifier.context_length - length)
 
 
-def _uniforms(sampling: SamplingParams, seed: int, row_id: int, count: int) -> np.ndarray | None:
-    return None if sampling.greedy else np.random.default_rng([_STREAM, seed, row_id]).random(count)
-
-
 def _answers(
-    verifier: Verifier,
-    rows: list[_Row],
-    sampling: SamplingParams,
-    batch_size: int,
-    progress: bool | Progress,
-    stop: Callable[[], bool] | None,
+    generation: Generation, total: int, progress: bool | Progress, stop: Callable[[], bool] | None
 ) -> Iterator[tuple[int, list[int]]]:
-    waiting = deque(rows)
-    running: list[_Row] = []
-    batch = running_batch(verifier, min(batch_size, len(rows)))
-    eos_ids = frozenset(verifier.eos_ids)
-    finished = tokens = 0
-    with _reporter(progress, len(rows)) as report:
-        while waiting or running:
+    finished = 0
+    with _reporter(progress, total) as report:
+        while len(generation):
             if stop is not None and stop():
-                yield from ((row.index, row.answer) for row in running if row.answer)
+                yield from ((row.index, row.answer) for row in generation.running if row.answer)
                 return
-            joining = [waiting.popleft() for _ in range(min(batch.room, len(waiting)))]
-            if joining:
-                batch.add([row.prompt[:-1] for row in joining])
-                running += joining
-            logits = batch.step([row.newest for row in running], [row.position for row in running])
-            drawn = draw(logits, sampling, _next_uniforms(running)).tolist()
-            done = []
-            for place, (row, token) in enumerate(zip(running, drawn, strict=True)):
-                row.answer.append(token)
-                if token in eos_ids or len(row.answer) == row.limit:
-                    done.append(place)
-            leaving = [running[place] for place in done]
-            for place in reversed(done):  # as the batch does: the last row takes the place of the one that leaves
-                batch.remove(place)
-                running[place] = running[-1]
-                running.pop()
-            tokens += len(drawn)
+            leaving = generation.step()
             finished += len(leaving)
-            report(finished, tokens)
+            report(finished, generation.tokens)
             for row in leaving:
                 yield row.index, row.answer
 
 
-def _next_uniforms(rows: list[_Row]) -> np.ndarray:
-    return np.array([0.0 if row.uniforms is None else row.uniforms[len(row.answer)] for row in rows])
+def _draw_rows(logits: Tensor, rows: Sequence[GenerationRow]) -> list[int]:
+    """The next token of every row, each from its own distribution: logits ``[rows, V]``."""
+    uniforms = np.array([row.uniform() for row in rows])
+    alike: dict[SamplingParams, list[int]] = {}
+    for place, row in enumerate(rows):
+        alike.setdefault(row.sampling, []).append(place)
+    if len(alike) == 1:
+        return draw(logits, rows[0].sampling, uniforms).tolist()
+    drawn = [0] * len(rows)
+    for sampling, places in alike.items():
+        chosen = draw(logits[torch.tensor(places, device=logits.device)], sampling, uniforms[places])
+        for place, token in zip(places, chosen.tolist(), strict=True):
+            drawn[place] = token
+    return drawn
 
 
 @torch.inference_mode()

@@ -77,14 +77,20 @@ def test_rows_join_at_the_end_and_leave():
     keys, _ = cache.update(*states(1, rows=2, seed=6), 0)
     assert torch.equal(keys[0, :, :6], first_keys[0])
     assert keys.shape[0] == 2
-    with pytest.raises(ValueError, match="add the longest first"):
-        cache.add_rows(filled([9])[0], [9])
+    longer, longer_keys, _ = filled([300], seed=7)  # longer than all rows, and than the buffers have room in front
+    cache.add_rows(longer, [300])
+    keys, _ = cache.update(*states(1, rows=3, seed=8), 0)
+    assert keys.shape[2] == 301
+    assert torch.equal(keys[0, :, 292:298], first_keys[0])
+    assert torch.equal(keys[2, :, :300], longer_keys[0])
+    assert keys.isfinite().all()
+    cache.remove_row(2)
     cache.remove_row(1)
     cache.remove_row(0)
     long, long_keys, _ = filled([9])
-    cache.add_rows(long, [9])  # no rows are left, so it may be longer
+    cache.add_rows(long, [9])  # in front of it stays what the longer row used
     keys, _ = cache.update(*states(1, rows=1), 0)
-    assert torch.equal(keys[0, :, :9], long_keys[0])
+    assert torch.equal(keys[0, :, -10:-1], long_keys[0])
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}, {}])

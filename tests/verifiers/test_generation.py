@@ -5,10 +5,11 @@ import torch
 from speculators.errors import DataError
 from speculators.sampling import SamplingParams, probabilities
 from speculators.verifiers import generate_answers, generation, load_verifier
-from speculators.verifiers.generation import draw
+from speculators.verifiers.generation import Generation, GenerationRow, draw
 from tests.tiny import tiny_verifier
 from tests.verifiers.models import family_verifier, float64_verifier, plain_model, random_ids
 
+GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 
 
@@ -41,6 +42,27 @@ def test_greedy_answers_equal_generate(verifier, batch_size):
     assert {len(answer) for answer in answers.values()} > {50, 2}
     for index, prompt in enumerate(given):
         assert answers[index] == one_by_one(verifier, prompt, 50), index
+
+
+def test_rows_may_be_added_later_and_each_has_its_sampling(verifier):
+    """Long prompts join short ones that are in the middle of their answers; neighbours sample differently."""
+    given = prompts(14)
+    expected = {
+        sampling: dict(generate_answers(verifier, given, 30, sampling, batch_size=3, seed=5)) for sampling in (GREEDY, SAMPLED)
+    }
+    generation = Generation(verifier, 3)
+    waiting = [
+        GenerationRow(index, prompt, 30, SAMPLED if index % 2 else GREEDY, (5, index)) for index, prompt in enumerate(given)
+    ]
+    waiting.sort(key=lambda row: len(row.prompt), reverse=True)
+    answers = {}
+    for _ in range(500):
+        if waiting and generation.tokens % 2 == 0:
+            generation.add(waiting.pop())
+        answers.update((row.index, row.answer) for row in generation.step())
+    assert not len(generation)
+    for index in range(14):
+        assert answers[index] == expected[SAMPLED if index % 2 else GREEDY][index], index
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma2", "gpt2", "granite", "gpt_oss", "deepseek_v3", "lfm2"])
