@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,6 +41,7 @@ def prepare_data_command(
 
     from speculators.data.prepare import PrepareConfig, prepare_data
     from speculators.data.rows import AnswerRecord
+    from speculators.data.tokenizers import load_tokenizer
     from speculators.errors import ConfigError
     from speculators.sampling import SamplingParams
 
@@ -63,8 +63,10 @@ def prepare_data_command(
         raise ConfigError(f"--{flag} is {first['input']!r}: {first['msg'].lower()}; correct it") from None
 
     if not generate:
-        tokenizer, eos_ids = _load_tokenizer(model, trust_remote_code)
-        report = prepare_data(config, tokenizer, eos_ids=eos_ids)
+        loaded = load_tokenizer(model, trust_remote_code)
+        for warning in loaded.warnings:
+            typer.echo(f"warning: {warning}", err=True)
+        report = prepare_data(config, loaded.tokenizer, eos_ids=loaded.eos_ids)
     else:
         from speculators.verifiers.generation import generate_answers
         from speculators.verifiers.loading import load_verifier
@@ -87,26 +89,6 @@ def prepare_data_command(
         typer.echo(f"{output} already holds these rows; nothing to do")
     for line in report.lines():
         typer.echo(line)
-
-
-def _load_tokenizer(model: str, trust_remote_code: bool) -> tuple[Any, list[int]]:
-    """The tokenizer of a verifier and the end-of-turn ids of its generation config."""
-    from transformers import AutoTokenizer, GenerationConfig
-
-    from speculators.errors import VerifierError
-
-    if not model or (not Path(model).is_dir() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model)):  # nor a hub id
-        raise VerifierError(f"there is no verifier folder {model!r}; check --model")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise VerifierError(f"the tokenizer of {model} cannot be loaded ({reason}); give a verifier's folder") from error
-    try:
-        eos: Any = GenerationConfig.from_pretrained(model).eos_token_id
-    except (OSError, ValueError):
-        eos = None  # not every model has a generation config
-    return tokenizer, [eos] if isinstance(eos, int) else list(eos or [])
 
 
 def main(arguments: list[str]) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         render_conversation,
         render_prompt,
         render_rows,
-        tokenizer_hash,
     )
     from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset, split_rows
     from speculators.data.token_counts import (
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         save_counts,
         save_token_frequencies,
     )
+    from speculators.data.tokenizers import LoadedTokenizer, check_tokenizer, load_tokenizer, template_hash, tokenizer_hash
     from speculators.data.vocabulary import (
         VocabularyMapping,
         build_mapping,
@@ -63,7 +63,6 @@ _MODULES = {
     "render_conversation": "speculators.data.rendering",
     "render_prompt": "speculators.data.rendering",
     "render_rows": "speculators.data.rendering",
-    "tokenizer_hash": "speculators.data.rendering",
     "AnswerRecord": "speculators.data.rows",
     "DataManifest": "speculators.data.rows",
     "Row": "speculators.data.rows",
@@ -77,6 +76,11 @@ _MODULES = {
     "merge_counts": "speculators.data.token_counts",
     "save_counts": "speculators.data.token_counts",
     "save_token_frequencies": "speculators.data.token_counts",
+    "LoadedTokenizer": "speculators.data.tokenizers",
+    "check_tokenizer": "speculators.data.tokenizers",
+    "load_tokenizer": "speculators.data.tokenizers",
+    "template_hash": "speculators.data.tokenizers",
+    "tokenizer_hash": "speculators.data.tokenizers",
     "VocabularyMapping": "speculators.data.vocabulary",
     "build_mapping": "speculators.data.vocabulary",
     "load_mapping": "speculators.data.vocabulary",
@@ -93,6 +97,7 @@ __all__ = [
     "Conversation",
     "CutRows",
     "DataManifest",
+    "LoadedTokenizer",
     "PackedRow",
     "Prompt",
     "Rendered",
@@ -105,6 +110,7 @@ __all__ = [
     "build_batch",
     "build_mapping",
     "count_dataset",
+    "check_tokenizer",
     "count_tokens",
     "deal",
     "load_human_eval",
@@ -112,6 +118,7 @@ __all__ = [
     "load_mapping",
     "load_mapping_files",
     "load_token_frequencies",
+    "load_tokenizer",
     "mapping_for",
     "merge_counts",
     "on_policy_row",
@@ -128,6 +135,7 @@ __all__ = [
     "save_mapping",
     "save_token_frequencies",
     "split_rows",
+    "template_hash",
     "tokenizer_hash",
 ]
 

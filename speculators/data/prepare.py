@@ -22,10 +22,10 @@ from speculators.data.rendering import (
     on_policy_row,
     render_prompt,
     render_rows,
-    tokenizer_hash,
 )
 from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset
 from speculators.data.token_counts import TOKEN_FREQUENCIES, count_tokens, save_token_frequencies
+from speculators.data.tokenizers import template_hash, tokenizer_hash
 from speculators.errors import ConfigError, DataError
 from speculators.files import AppendedRecords, atomic_write, locked_folder, sweep_temporaries
 
@@ -357,7 +357,8 @@ def _settings_hash(
     if answers is not None:  # nobody hashes weights, so an answering verifier is known by its place
         place = Path(config.verifier)
         facts["verifier"] = str(place.resolve()) if place.is_dir() else config.verifier
-    facts |= {"tokenizer": tokenizer_hash(tokenizer), "eos_ids": sorted(eos_ids), "settings": settings}
+    facts |= {"tokenizer": tokenizer_hash(tokenizer), "template": template_hash(tokenizer), "settings": settings}
+    facts["eos_ids"] = sorted(eos_ids)
     facts["answers"] = None if answers is None else answers.model_dump()
     digest.update(json.dumps(facts, sort_keys=True).encode())
     for file in files:

@@ -7,8 +7,6 @@ without the turn and comparing ids, so it needs neither template tags nor charac
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from speculators.data.rows import Row
+from speculators.data.tokenizer_checks import special_ids
 from speculators.errors import DataError
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "render_conversation",
     "render_prompt",
     "render_rows",
-    "tokenizer_hash",
 ]
 
 Messages = Sequence[Mapping[str, Any]]
@@ -47,12 +45,6 @@ class Rendered:
     def row(self, row_id: int, max_length: int | None = None) -> Row:
         """The row of it, cut to ``max_length`` tokens."""
         return Row(row_id, self.input_ids[:max_length], self.loss_mask[:max_length])
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash of the vocabulary and the chat template: equal hashes render equal rows."""
-    content = {"vocabulary": sorted(tokenizer.get_vocab().items()), "template": tokenizer.chat_template}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _ids(tokenizer: Any, messages: Messages, generate: bool, tools: Any, options: Mapping[str, Any]) -> list[int]:
@@ -181,7 +173,7 @@ def _turn_end(
     other = "1" if str(messages[-1].get("content") or "").rstrip().endswith("0") else "0"
     probe = _ids(tokenizer, [*messages[:-1], {"role": "assistant", "content": other}], False, tools, options)
     suffix = _common_prefix(ids[: start - 1 if start else None : -1], probe[::-1])
-    special = set(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     for index in range(len(ids) - suffix, len(ids)):
         if ids[index] in special:
             return index + 1

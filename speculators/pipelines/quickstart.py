@@ -22,9 +22,10 @@ from typing import Any
 from rich.console import Console
 
 from speculators.data.prompts import find_prompt_files, load_human_eval, read_prompts
-from speculators.data.rendering import render_prompt, tokenizer_hash
+from speculators.data.rendering import render_prompt
 from speculators.data.rows import AnswerRecord, DataManifest, RowDataset
 from speculators.data.token_counts import count_dataset, save_counts
+from speculators.data.tokenizers import tokenizer_hash
 from speculators.data.vocabulary import mapping_for
 from speculators.errors import DataError, SpeculatorsError, StoppedError, VerifierError
 from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet

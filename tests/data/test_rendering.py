@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speculators.data import Rendered, on_policy_row, render_conversation, render_prompt, render_rows, tokenizer_hash
+from speculators.data import Rendered, on_policy_row, render_conversation, render_prompt, render_rows
 from speculators.data.rendering import NothingSupervisedError
 from speculators.errors import DataError
 from tests.tiny import tiny_tokenizer
@@ -136,8 +136,3 @@ def test_rows_can_be_cut() -> None:
     rendered = render_conversation(tiny_tokenizer(), [QUESTION, ANSWER])
     row = rendered.row(3, 12)
     assert (row.row_id, len(row), int(row.loss_mask.sum())) == (3, 12, 12 - int(rendered.loss_mask.argmax()))
-
-
-def test_tokenizer_hash() -> None:
-    assert tokenizer_hash(tiny_tokenizer()) == tokenizer_hash(tiny_tokenizer())
-    assert tokenizer_hash(tiny_tokenizer()) != tokenizer_hash(tiny_tokenizer(PLAIN))
