@@ -17,7 +17,8 @@ if TYPE_CHECKING:
         render_prompt,
         render_rows,
     )
-    from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset, split_rows
+    from speculators.data.rows import AnswerRecord, DataManifest, Origin, Row, RowBatch, RowDataset, SourceRecord, write_rows
+    from speculators.data.splitting import split_rows
     from speculators.data.token_counts import (
         TokenCounts,
         count_dataset,
@@ -65,9 +66,13 @@ _MODULES = {
     "render_rows": "speculators.data.rendering",
     "AnswerRecord": "speculators.data.rows",
     "DataManifest": "speculators.data.rows",
+    "Origin": "speculators.data.rows",
     "Row": "speculators.data.rows",
+    "RowBatch": "speculators.data.rows",
     "RowDataset": "speculators.data.rows",
-    "split_rows": "speculators.data.rows",
+    "SourceRecord": "speculators.data.rows",
+    "write_rows": "speculators.data.rows",
+    "split_rows": "speculators.data.splitting",
     "TokenCounts": "speculators.data.token_counts",
     "count_dataset": "speculators.data.token_counts",
     "count_tokens": "speculators.data.token_counts",
@@ -98,12 +103,15 @@ __all__ = [
     "CutRows",
     "DataManifest",
     "LoadedTokenizer",
+    "Origin",
     "PackedRow",
     "Prompt",
     "Rendered",
     "Row",
+    "RowBatch",
     "RowDataset",
     "TokenCounts",
+    "SourceRecord",
     "VocabularyMapping",
     "attach_states",
     "batch_rows",
@@ -137,6 +145,7 @@ __all__ = [
     "split_rows",
     "template_hash",
     "tokenizer_hash",
+    "write_rows",
 ]
 
 

@@ -23,7 +23,7 @@ from speculators.data.rendering import (
     render_prompt,
     render_rows,
 )
-from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset
+from speculators.data.rows import AnswerRecord, DataManifest, Row, RowDataset, SourceRecord
 from speculators.data.token_counts import TOKEN_FREQUENCIES, count_tokens, save_token_frequencies
 from speculators.data.tokenizers import template_hash, tokenizer_hash
 from speculators.errors import ConfigError, DataError
@@ -152,8 +152,9 @@ def _prepare(
     manifest = DataManifest(
         verifier=config.verifier,
         tokenizer_hash=tokenizer_hash(tokenizer),
+        template_hash=template_hash(tokenizer),
         answers=answers or AnswerRecord(on_policy=False),
-        sources=[str(file) for file in files],
+        sources=[SourceRecord(name=str(file)) for file in files],
         seed=config.seed,
         counts=account.counts(),
         settings_hash=identity,

@@ -23,9 +23,9 @@ from rich.console import Console
 
 from speculators.data.prompts import find_prompt_files, load_human_eval, read_prompts
 from speculators.data.rendering import render_prompt
-from speculators.data.rows import AnswerRecord, DataManifest, RowDataset
+from speculators.data.rows import AnswerRecord, DataManifest, RowDataset, SourceRecord
 from speculators.data.token_counts import count_dataset, save_counts
-from speculators.data.tokenizers import tokenizer_hash
+from speculators.data.tokenizers import template_hash, tokenizer_hash
 from speculators.data.vocabulary import mapping_for
 from speculators.errors import DataError, SpeculatorsError, StoppedError, VerifierError
 from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet
@@ -169,12 +169,14 @@ class _Quickstart:
             manifest = DataManifest(
                 verifier=str(verifier_path),
                 tokenizer_hash=tokenizer_hash(verifier.tokenizer),
+                template_hash=template_hash(verifier.tokenizer),
                 answers=AnswerRecord(on_policy=True, temperature=0.0, max_new_tokens=self.settings.answer_tokens),
-                sources=sorted(split.train),
+                sources=[SourceRecord(name=domain) for domain in sorted(split.train)],
                 seed=self.settings.seed,
                 counts={"kept": len(records)},
             )
-            RowDataset.save(data, rows_of(records), manifest, overwrite=True)
+            rows = rows_of(records)  # one of every prompt
+            RowDataset.save(data, rows, manifest, overwrite=True, conversations=range(len(rows)))
             self.folder.finish("rows", {"rows": len(records)})
         return RowDataset.load(data)
 

@@ -151,7 +151,7 @@ def _split(config: TrainConfig, dataset: RowDataset | None, train_ids: np.ndarra
     if dataset is None:
         dataset = RowDataset.load(config.data.data_path)
     if train_ids is None:
-        train_ids, split_val = split_rows(len(dataset), config.data.train_data_ratio)
+        train_ids, split_val = split_rows(dataset, config.data.train_data_ratio)
         val_ids = split_val if val_ids is None else val_ids
     cut = CutRows(dataset, config.data.total_seq_len)
     masks = (cut[int(row)].loss_mask for row in train_ids)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 
-from speculators.data import AnswerRecord, DataManifest, Row, RowDataset, split_rows
-from speculators.errors import ConfigError, DataError
+from speculators.data import AnswerRecord, DataManifest, Row, RowDataset, SourceRecord
+from speculators.errors import DataError
 from tests.tiny import random_rows
 
 
@@ -25,7 +26,12 @@ def same(left: RowDataset, right: list[Row]) -> bool:
 def test_round_trip(tmp_path: Path) -> None:
     rows = random_rows(7)
     manifest = DataManifest(
-        verifier="tiny", answers=AnswerRecord(on_policy=True, temperature=0.5), sources=["a"], seed=3, counts={"kept": 7}
+        verifier="tiny",
+        answers=AnswerRecord(on_policy=True, temperature=0.5),
+        sources=[SourceRecord(name="a", hash="0f", records=9, broken="line 9 breaks off")],
+        options={"seq_length": 64},
+        seed=3,
+        counts={"kept": 7},
     )
     saved = RowDataset.save(tmp_path / "rows", rows, manifest)
     loaded = RowDataset.load(tmp_path / "rows")
@@ -39,7 +45,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.row(0).loss_mask.dtype == bool
     assert loaded.supervised_tokens == sum(int(row.loss_mask.sum()) for row in rows)
     assert [row.row_id for row in loaded[2:4]] == [2, 3]
-    assert json.loads((tmp_path / "rows" / "manifest.json").read_text())["schema"] == 1
+    assert json.loads((tmp_path / "rows" / "manifest.json").read_text())["schema"] == 2
     with pytest.raises(IndexError):
         loaded.row(7)
 
@@ -81,10 +87,10 @@ def test_a_full_disk_replaces_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = tmp_path / "output"
     RowDataset.save(folder, random_rows(4), DataManifest())
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(datasets.Dataset, "save_to_disk", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match="disk is full"):
         RowDataset.save(folder, random_rows(5), DataManifest(), overwrite=True)
     assert len(RowDataset.load(folder)) == 4
@@ -136,16 +142,3 @@ def test_ids_outside_the_vocabulary() -> None:
 def test_a_row_needs_a_mask_value_per_token() -> None:
     with pytest.raises(DataError, match="one mask value"):
         Row(0, np.arange(3), np.ones(2, bool))
-
-
-def test_split_keeps_global_ids() -> None:
-    train, held_out = split_rows(10, 0.9)
-    assert train.tolist() == list(range(9))
-    assert held_out.tolist() == [9]
-    assert split_rows(10, 1.0)[1].tolist() == []
-    assert [len(part) for part in split_rows(3, 0.5)] == [1, 2]
-    for ratio in (0.0, 1.1, -0.5):
-        with pytest.raises(ConfigError, match="ratio"):
-            split_rows(10, ratio)
-    with pytest.raises(DataError, match="none to train on"):
-        split_rows(1, 0.9)
