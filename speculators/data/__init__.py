@@ -30,14 +30,8 @@ if TYPE_CHECKING:
         save_token_frequencies,
     )
     from speculators.data.tokenizers import LoadedTokenizer, check_tokenizer, load_tokenizer, template_hash, tokenizer_hash
-    from speculators.data.vocabulary import (
-        VocabularyMapping,
-        build_mapping,
-        load_mapping,
-        load_mapping_files,
-        mapping_for,
-        save_mapping,
-    )
+    from speculators.data.vocabulary import VocabularyMapping, build_mapping, coverage_curve, size_for_coverage
+    from speculators.data.vocabulary_files import load_mapping, load_mapping_files, mapping_for, save_mapping
 
 # Imported when first used: the processes that render data start in a second because they load neither torch nor datasets.
 _MODULES = {
@@ -88,10 +82,12 @@ _MODULES = {
     "tokenizer_hash": "speculators.data.tokenizers",
     "VocabularyMapping": "speculators.data.vocabulary",
     "build_mapping": "speculators.data.vocabulary",
-    "load_mapping": "speculators.data.vocabulary",
-    "load_mapping_files": "speculators.data.vocabulary",
-    "mapping_for": "speculators.data.vocabulary",
-    "save_mapping": "speculators.data.vocabulary",
+    "coverage_curve": "speculators.data.vocabulary",
+    "size_for_coverage": "speculators.data.vocabulary",
+    "load_mapping": "speculators.data.vocabulary_files",
+    "load_mapping_files": "speculators.data.vocabulary_files",
+    "mapping_for": "speculators.data.vocabulary_files",
+    "save_mapping": "speculators.data.vocabulary_files",
 }
 
 __all__ = [
@@ -120,6 +116,7 @@ __all__ = [
     "count_dataset",
     "check_tokenizer",
     "count_tokens",
+    "coverage_curve",
     "deal",
     "load_human_eval",
     "load_counts",
@@ -142,6 +139,7 @@ __all__ = [
     "save_counts",
     "save_mapping",
     "save_token_frequencies",
+    "size_for_coverage",
     "split_rows",
     "template_hash",
     "tokenizer_hash",

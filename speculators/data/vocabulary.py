@@ -1,32 +1,36 @@
-"""The pruned draft vocabulary: which verifier ids a draft can say, and the two tables that map between them.
+"""The pruned draft vocabulary: which verifier ids a draft can say, and how many it should.
 
 A mapping of D ids out of V is a pair: ``d2t`` holds **offsets** (``verifier id = draft id + d2t[draft id]``), ``t2d`` is a mask
-over the verifier's ids with exactly D true, and draft id k is the k-th true id. On disk: ``d2t-<D>.npy`` and
-``t2d-<D>.npy``, with ``vocabulary-<D>.json`` saying what they were made from.
+over the verifier's ids with exactly D true, and draft id k is the k-th true id. Its files are those of
+:mod:`speculators.data.vocabulary_files`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from speculators.errors import ConfigError, DataError
-from speculators.files import atomic_write
 
 __all__ = [
+    "CURVE_SIZES",
+    "CurvePoint",
+    "MandatoryIds",
     "VocabularyMapping",
     "build_mapping",
-    "load_mapping",
-    "load_mapping_files",
-    "mapping_for",
-    "save_mapping",
+    "coverage_curve",
+    "mandatory_ids",
+    "ranked_ids",
+    "size_for_coverage",
 ]
+
+#: Draft vocabularies that the coverage curve has a point for, as far as the verifier has more ids.
+CURVE_SIZES = (1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 256000)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,14 +78,65 @@ class VocabularyMapping:
         """Of the tokens counted in ``counts`` (int64 ``[V]``): how many the draft can say, and how many there are."""
         return int(counts[self.t2d].sum()), int(counts.sum())
 
+    def lost(self, counts: np.ndarray) -> np.ndarray:
+        """Ids that occur in ``counts`` (int64 ``[V]``) and that the draft cannot say, most frequent first, int64 ``[n]``."""
+        ids = np.flatnonzero((counts > 0) & ~self.t2d)
+        return ids[np.argsort(-counts[ids], kind="stable")]
+
+
+@dataclass(frozen=True, slots=True)
+class MandatoryIds:
+    """Ids that a draft must be able to say whatever their count, by reason; each list ascends."""
+
+    end_of_turn: tuple[int, ...] = ()
+    special: tuple[int, ...] = ()  #: other special and added tokens
+    kept: tuple[int, ...] = ()  #: asked for by name
+
+    @property
+    def ids(self) -> list[int]:
+        """All of them, ascending."""
+        return sorted({*self.end_of_turn, *self.special, *self.kept})
+
+
+def mandatory_ids(
+    counts: np.ndarray,
+    *,
+    tokenizer: Any = None,
+    eos_ids: Collection[int] = (),
+    keep_ids: Collection[int] = (),
+    all_special: bool = False,
+) -> MandatoryIds:
+    """What must be kept for these counts (int64 ``[V]``).
+
+    :param tokenizer: whose special and added tokens are kept if they are supervised anywhere; None when there is none.
+    :param eos_ids: ids that end an answer.
+    :param all_special: keep special and added tokens that never occur, too.
+    :raises DataError: when an id of ``eos_ids`` or ``keep_ids`` lies outside the verifier's vocabulary.
+    """
+    asked = {int(token) for token in (*eos_ids, *keep_ids)}
+    wrong = sorted(token for token in asked if not 0 <= token < len(counts))
+    if wrong:
+        raise DataError(f"mandatory ids {wrong} reach outside the verifier's {len(counts)} ids; correct them")
+    special = set() if tokenizer is None else {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    occurring = {token for token in special if 0 <= token < len(counts) and (all_special or counts[token])}
+    return MandatoryIds(tuple(sorted(set(eos_ids))), tuple(sorted(occurring - asked)), tuple(sorted(set(keep_ids))))
+
+
+def ranked_ids(counts: np.ndarray, mandatory: Collection[int] = ()) -> np.ndarray:
+    """All ids in the order in which a mapping keeps them, int64 ``[V]``.
+
+    Mandatory ids come first, then the others by falling count; ties, and the ids never seen, go to the smaller id. So what
+    is kept is a pure function of the arguments, and a smaller mapping's ids are always in the larger one.
+    """
+    keys = -counts.astype(np.int64)
+    keys[sorted(set(mandatory))] = np.iinfo(np.int64).min
+    return np.argsort(keys, kind="stable")
+
 
 def build_mapping(
     counts: np.ndarray, draft_vocab_size: int, verifier_vocab_size: int, mandatory_ids: Collection[int] = ()
 ) -> VocabularyMapping:
-    """Keep the mandatory ids and the most frequent ones.
-
-    Ties go to the smaller id, and ids never seen fill the rest from the smallest on, so the result is a pure function of
-    its arguments.
+    """Keep the mandatory ids and the most frequent ones, in the order of :func:`ranked_ids`.
 
     :param counts: int64 ``[V]`` (a shorter array counts as 0 beyond its end).
     :param mandatory_ids: ids kept whatever their count, such as the end-of-turn ids.
@@ -98,114 +153,69 @@ def build_mapping(
             f"token counts reach id {int(np.flatnonzero(counts)[-1])}, beyond the verifier's {verifier_vocab_size} ids; "
             "count them with the verifier's own tokenizer"
         )
-    mandatory = np.array(sorted(set(mandatory_ids)), dtype=np.int64)
-    if len(mandatory) and (mandatory[0] < 0 or mandatory[-1] >= verifier_vocab_size):
-        raise DataError(
-            f"mandatory ids {mandatory.tolist()} reach outside the verifier's {verifier_vocab_size} ids; correct them"
-        )
+    mandatory = sorted({int(token) for token in mandatory_ids})
+    if mandatory and (mandatory[0] < 0 or mandatory[-1] >= verifier_vocab_size):
+        raise DataError(f"mandatory ids {mandatory} reach outside the verifier's {verifier_vocab_size} ids; correct them")
     if len(mandatory) > draft_vocab_size:
         raise ConfigError(
             f"a draft vocabulary of {draft_vocab_size} cannot hold {len(mandatory)} mandatory ids; raise --draft-vocab-size"
         )
     padded = np.zeros(verifier_vocab_size, dtype=np.int64)
     padded[: min(len(counts), verifier_vocab_size)] = counts[:verifier_vocab_size]
-    padded[mandatory] = np.iinfo(np.int64).max
-    # A stable sort of the negated counts leaves ties, and the unseen ids, in ascending order.
-    kept = np.sort(np.argsort(-padded, kind="stable")[:draft_vocab_size])
+    kept = np.sort(ranked_ids(padded, mandatory)[:draft_vocab_size])
     t2d = np.zeros(verifier_vocab_size, dtype=bool)
     t2d[kept] = True
     return VocabularyMapping(kept - np.arange(draft_vocab_size), t2d)
 
 
-def _files(folder: str | Path, draft_vocab_size: int) -> tuple[Path, Path, Path]:
-    names = (f"d2t-{draft_vocab_size}.npy", f"t2d-{draft_vocab_size}.npy", f"vocabulary-{draft_vocab_size}.json")
-    return Path(folder) / names[0], Path(folder) / names[1], Path(folder) / names[2]
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """How much a draft vocabulary of this size can say of what was counted."""
+
+    size: int
+    covered: int  #: supervised tokens it has an id for
+    tokens: int  #: all of them
+
+    @property
+    def share(self) -> float:
+        """Of the tokens covered, in [0, 1]."""
+        return self.covered / self.tokens
 
 
-def save_mapping(folder: str | Path, mapping: VocabularyMapping, source_hash: str = "") -> None:
-    """Write the two tables and what they were made from.
+def coverage_curve(counts: np.ndarray, mandatory: Collection[int] = (), sizes: Sequence[int] = CURVE_SIZES) -> list[CurvePoint]:
+    """The coverage of every size, and of the whole vocabulary; sizes that cannot hold the mandatory ids have no point.
 
-    :param source_hash: hash of the arguments of :func:`build_mapping`, as :func:`mapping_for` uses it.
+    :param counts: int64 ``[V]``.
+    :raises DataError: when nothing was counted.
     """
-    d2t, t2d, record = _files(folder, mapping.draft_vocab_size)
-    facts = {
-        "schema": 1,
-        "draft_vocab_size": mapping.draft_vocab_size,
-        "verifier_vocab_size": mapping.verifier_vocab_size,
-        "hash": mapping.hash,
-        "source_hash": source_hash,
-    }
-    atomic_write(d2t, lambda file: np.save(file, mapping.d2t))
-    atomic_write(t2d, lambda file: np.save(file, mapping.t2d))
-    atomic_write(record, lambda file: file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8"))
+    covered = _covered(counts, mandatory)
+    wanted = sorted({size for size in sizes if max(1, len(set(mandatory))) <= size < len(counts)} | {len(counts)})
+    return [CurvePoint(size, int(covered[size]), int(covered[-1])) for size in wanted]
 
 
-def load_mapping_files(
-    d2t_path: str | Path, t2d_path: str | Path, draft_vocab_size: int | None, verifier_vocab_size: int
-) -> VocabularyMapping:
-    """Read the two tables from any place.
+def size_for_coverage(counts: np.ndarray, coverage: float, mandatory: Collection[int] = (), multiple_of: int = 1) -> int:
+    """The smallest draft vocabulary that can say at least this share of the counted tokens.
 
-    :param draft_vocab_size: D, or None to take what the files have.
-    :raises DataError: for files that are missing, of another size, or not a pair.
+    :param counts: int64 ``[V]``.
+    :param coverage: in (0, 1], taken as the decimal number that it is written as.
+    :param multiple_of: round up to a multiple of it, but never beyond V.
+    :raises ConfigError: for a share outside (0, 1], or a multiple below 1.
+    :raises DataError: when nothing was counted.
     """
-    arrays = []
-    for path in (Path(d2t_path), Path(t2d_path)):
-        try:
-            arrays.append(np.load(path, allow_pickle=False))
-        except FileNotFoundError:
-            raise DataError(f"there is no vocabulary table {path}; check the path or leave it out to build one") from None
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"the vocabulary table {path} cannot be read ({error}); build it again") from error
-    d2t, t2d = arrays
-    sizes = f"{d2t_path} and {t2d_path} map {d2t.size} of {t2d.size} ids"
-    if t2d.shape != (verifier_vocab_size,):
-        raise DataError(f"{sizes}, but the verifier has {verifier_vocab_size}; build the mapping for this verifier")
-    if draft_vocab_size is not None and d2t.shape != (draft_vocab_size,):
-        raise DataError(f"{sizes}, but a draft vocabulary of {draft_vocab_size} was asked for; build it for that size")
-    if not np.issubdtype(d2t.dtype, np.integer):
-        raise DataError(f"{d2t_path} does not hold integers; build the mapping again")
-    return VocabularyMapping(d2t.astype(np.int64), t2d.astype(bool))
+    if not 0 < coverage <= 1:
+        raise ConfigError(f"--coverage is {coverage:g}; choose a share above 0 and at most 1, such as 0.99")
+    if multiple_of < 1:
+        raise ConfigError(f"--multiple-of is {multiple_of}; choose at least 1")
+    covered = _covered(counts, mandatory)
+    share = Fraction(str(coverage))
+    wanted = -(-share.numerator * int(covered[-1]) // share.denominator)
+    size = max(int(np.searchsorted(covered, wanted)), len(set(mandatory)), 1)
+    return min(-(-size // multiple_of) * multiple_of, len(counts))
 
 
-def _record(folder: str | Path, draft_vocab_size: int) -> dict[str, Any]:
-    path = _files(folder, draft_vocab_size)[2]
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
-
-
-def load_mapping(folder: str | Path, draft_vocab_size: int, verifier_vocab_size: int) -> VocabularyMapping:
-    """Read the mapping of this size from ``folder``.
-
-    :raises DataError: as :func:`load_mapping_files`, and when the tables are not those their record was written for.
-    """
-    d2t, t2d, record = _files(folder, draft_vocab_size)
-    mapping = load_mapping_files(d2t, t2d, draft_vocab_size, verifier_vocab_size)
-    if _record(folder, draft_vocab_size).get("hash", mapping.hash) != mapping.hash:
-        raise DataError(f"the vocabulary tables in {folder} are not those that {record.name} describes; delete them")
-    return mapping
-
-
-def mapping_for(
-    folder: str | Path,
-    counts: np.ndarray,
-    draft_vocab_size: int,
-    verifier_vocab_size: int,
-    mandatory_ids: Collection[int] = (),
-) -> VocabularyMapping:
-    """The mapping for these counts: from ``folder`` if it was made from the same ones, else built and saved there.
-
-    A mapping left by other data is thus never picked up.
-    """
-    mapping = build_mapping(counts, draft_vocab_size, verifier_vocab_size, mandatory_ids)
-    nonzero = np.flatnonzero(counts)
-    content = [nonzero.tolist(), counts[nonzero].tolist(), verifier_vocab_size, sorted(set(mandatory_ids))]
-    source_hash = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-    known = _record(folder, draft_vocab_size)
-    if (known.get("source_hash"), known.get("hash")) != (source_hash, mapping.hash) or not all(
-        file.is_file() for file in _files(folder, draft_vocab_size)
-    ):
-        save_mapping(folder, mapping, source_hash)
-    return mapping
+def _covered(counts: np.ndarray, mandatory: Collection[int]) -> np.ndarray:
+    """Tokens that each size can say, int64 ``[V + 1]``."""
+    covered = np.concatenate([[0], np.cumsum(counts[ranked_ids(counts, mandatory)])])
+    if not covered[-1]:
+        raise DataError("no supervised token was counted, so no vocabulary can be chosen; check the rows' loss masks")
+    return covered

@@ -26,7 +26,7 @@ from speculators.data.rendering import render_prompt
 from speculators.data.rows import AnswerRecord, DataManifest, RowDataset, SourceRecord
 from speculators.data.token_counts import count_dataset, save_counts
 from speculators.data.tokenizers import template_hash, tokenizer_hash
-from speculators.data.vocabulary import mapping_for
+from speculators.data.vocabulary_files import mapping_for
 from speculators.errors import DataError, SpeculatorsError, StoppedError, VerifierError
 from speculators.evaluation.benchmark import BenchmarkSettings, PromptSet
 from speculators.evaluation.bound import seconds_per_step
@@ -185,11 +185,10 @@ class _Quickstart:
         if self.folder.product("vocabulary") is not None:
             return
         counted = count_dataset(dataset, verifier.vocab_size)
-        counts = counted.counts
         size = min(self.settings.draft_vocab_size, verifier.vocab_size)
         save_counts(self.path / "data" / "token_freq.pt", counted)
-        mapping = mapping_for(self.path / "data", counts, size, verifier.vocab_size, verifier.eos_ids)
-        covered, all_tokens = mapping.coverage(counts)
+        mapping = mapping_for(self.path / "data", counted, size, verifier.vocab_size, verifier.eos_ids)
+        covered, all_tokens = mapping.coverage(counted.counts)
         self.folder.finish("vocabulary", {"size": size, "covered": covered, "tokens": all_tokens})
         self._note(f"draft vocabulary: {size} of {verifier.vocab_size} ids, {covered / all_tokens:.1%} of the answers' tokens")
 

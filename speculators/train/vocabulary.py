@@ -11,7 +11,8 @@ import numpy as np
 
 from speculators.data.rows import RowDataset
 from speculators.data.token_counts import TOKEN_FREQUENCIES, count_tokens, load_token_frequencies
-from speculators.data.vocabulary import VocabularyMapping, build_mapping, load_mapping_files
+from speculators.data.vocabulary import VocabularyMapping, build_mapping
+from speculators.data.vocabulary_files import load_mapping_files
 from speculators.errors import ConfigError
 from speculators.models.family import DraftModelConfig
 from speculators.train.config.model import TrainConfig

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculators.data.vocabulary import save_mapping
+from speculators.data.vocabulary_files import save_mapping
 from tests.interop import outputs as ours
 from tests.interop.cases import HIDDEN, VERIFIER_LAYERS, VOCAB, Case, cases_of, families, written
 from tests.interop.environments import peer_python, run_peer
