@@ -1,20 +1,18 @@
-"""Conversations and prompts from JSON files, brought to one form.
-
-Accepted records: ``{"turns": [user text, ...]}``, ``{"prompt": text}``, ``{"messages": [...]}`` and
-``{"conversations": [...]}``, a message being ``{"role", "content"}`` or ``{"from", "value"}``, with ``tools`` beside them.
-"""
+"""Whole files of conversations and prompts, for evaluations, checks and the quickstart; they fit into memory."""
 
 from __future__ import annotations
 
 import gzip
 import importlib.util
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speculators.data.conversations import Conversation, Message, parse_conversation
+from speculators.data.readers import block_records, read_blocks
+from speculators.data.sources import find_sources, source_files
 from speculators.errors import DataError
 
 __all__ = [
@@ -30,30 +28,6 @@ __all__ = [
     "to_prompt",
 ]
 
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages as chat templates want them; further user turns of a ``turns`` record wait for their predecessors' answers."""
-
-    messages: list[Message]
-    source: str  #: name of the file
-    index: int  #: of the record in it, from 0
-    tools: list[Any] | None = None
-    later_turns: tuple[str, ...] = field(default=())
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -67,159 +41,30 @@ class Prompt:
 
 
 def find_data_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, and the ``.json`` and ``.jsonl`` files below the folders named, in a fixed order.
+    """The files named, and the data files below the folders named, in a fixed order.
 
-    :raises DataError: for a path that is not there or a folder without such files.
+    :raises DataError: for a path that is not there, a folder without such files, or a data set of a hub.
     """
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl") and file.is_file())
-            if not found:
-                raise DataError(f"the folder {path} holds no .json or .jsonl file; name the data files themselves")
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
-            hint = "; data sets of a hub are to be downloaded to a JSON Lines file first" if str(path).startswith("hf:") else ""
-            raise DataError(f"there is no data file {path}{hint or '; check the path'}")
-    return files
+    sources = find_sources(paths)
+    for source in sources:
+        if source.path is None:
+            raise DataError(f"{source.name} is a data set of a hub, where files are wanted; name files or folders")
+    return [file for source in sources for file in source_files(source)]
 
 
 def iterate_records(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """(index, record) of a JSON Lines file, or of a JSON file that holds one array.
+    """(index, record) of a file, or of all data under a folder, counted on from file to file.
 
     A record that is no JSON - a broken line, or the place where an array is cut off - comes as the :class:`DataError`
     that says so, for the caller to raise or to count; the records before it are good.
 
-    :raises DataError: for a file that cannot be read or is empty.
+    :raises DataError: for a file that cannot be read.
     """
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"there is no data file {file}; check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the data file {file} cannot be read ({error}); give a JSON or JSON Lines file in UTF-8") from error
-    if not text.strip():
-        raise DataError(f"the data file {file} is empty; give one JSON object a line")
-    if text.lstrip().startswith("["):
-        yield from _array_records(text, file)
-        return
-    # Not str.splitlines: it would also cut at U+2028 and the like, which JSON leaves unescaped inside strings.
-    lines = (line for line in text.split("\n") if line.strip())
-    for index, line in enumerate(lines):
-        try:
-            yield index, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield index, DataError(f"record {index} of {file} is not JSON ({_fault(error)}); repair or remove it")
-
-
-def _fault(error: Exception) -> str:
-    """Why text is not JSON: a fault of its grammar, a number of too many digits, or too many brackets in one another."""
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error).split(";")[0]
-
-
-def _array_records(text: str, file: Path) -> Iterator[tuple[int, Any]]:
-    """Records of a JSON array one by one: real files end in the middle of a record, and all before it can be used."""
-    decoder, blank = json.JSONDecoder(), re.compile(r"\s*")
-
-    def skip(position: int) -> int:
-        match = blank.match(text, position)
-        return position if match is None else match.end()
-
-    position, index = skip(text.index("[") + 1), 0
-    while not text.startswith("]", position):
-        try:
-            record, position = decoder.raw_decode(text, position)
-            position = skip(position)
-            if text.startswith(",", position):
-                position = skip(position + 1)
-            elif not text.startswith("]", position):
-                raise json.JSONDecodeError("no comma or bracket follows the record", text, position)
-        except (ValueError, RecursionError) as error:
-            place = error.pos if isinstance(error, json.JSONDecodeError) else position
-            broken = f"the JSON array in {file} breaks off at record {index}, character {place} ({_fault(error)})"
-            yield index, DataError(f"{broken}; repair the file, or go on with the records before it")
-            return
-        yield index, record
-        index += 1
-
-
-def parse_conversation(record: Any, source: str = "", index: int = 0) -> Conversation:
-    """Bring one record to the common form.
-
-    Roles are mapped (human, gpt, ...), text parts joined, JSON-string tool arguments parsed, and ``thinking`` and
-    ``reasoning_content`` given under both names, because templates read one or the other.
-
-    :raises DataError: for a record in none of the accepted forms, an unknown role, or content that is not text.
-    """
-    where = f"record {index} of {source}" if source else f"record {index}"
-    if not isinstance(record, dict):
-        raise DataError(f"{where} is no JSON object; give turns, prompt, messages or conversations")
-    tools = record.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError:
-            raise DataError(f"{where} has tools that are neither a list nor JSON; correct them") from None
-    if "turns" in record:
-        turns = record["turns"]
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-            raise DataError(f"{where} has turns that are no list of texts; correct them")
-        return Conversation([{"role": "user", "content": turns[0]}], source, index, tools or None, tuple(turns[1:]))
-    messages = record.get("messages", record.get("conversations", record.get("prompt")))
-    if isinstance(messages, str) and messages.strip():
-        return Conversation([{"role": "user", "content": messages}], source, index, tools or None)
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where} has none of turns, prompt, messages and conversations; give one of them")
-    return Conversation([_message(message, where) for message in messages], source, index, tools or None)
-
-
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise DataError(f"{where} has a message that is no JSON object; give role and content")
-    role = message.get("role", message.get("from"))
-    if role not in ROLES:
-        raise DataError(f"{where} has the unknown role {role!r}; use one of {', '.join(ROLES)}")
-    result: Message = {"role": ROLES[role], "content": _text(message.get("content", message.get("value")), where)}
-    if message.get("tool_calls"):
-        result["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
-    elif result["content"] is None:
-        raise DataError(f"{where} has a message without content; remove it or give it text")
-    for key in ("tool_call_id", "name"):
-        if key in message:
-            result[key] = message[key]
-    thinking = message.get("reasoning_content") or message.get("thinking")
-    if thinking:
-        result["reasoning_content"] = result["thinking"] = thinking
-    return result
-
-
-def _text(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(part.get("text", "") for part in content)
-    raise DataError(f"{where} has content that is not text; images and other media are not supported")
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object: templates either iterate over them or serialise them."""
-    if not isinstance(call, dict):
-        raise DataError(f"{where} has a tool call that is no JSON object; correct it")
-    function = dict(call.get("function") or {key: call[key] for key in ("name", "arguments") if key in call})
-    arguments = function.get("arguments")
-    for _ in range(2):  # some exporters encode twice
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except json.JSONDecodeError:
-                raise DataError(f"{where} has tool-call arguments that are not JSON; correct them") from None
-    result: dict[str, Any] = {"type": "function", "function": {**function, "arguments": arguments or {}}}
-    if "id" in call:
-        result["id"] = call["id"]
-    return result
+    index = 0
+    for block in read_blocks(find_sources([path])):
+        for _, record in block_records(block):
+            yield index, record
+            index += 1
 
 
 def read_conversations(path: str | Path) -> list[Conversation]:

@@ -65,7 +65,7 @@ def test_an_array_cut_off_inside_its_last_record(tmp_path: Path) -> None:
     records = list(iterate_records(path))
     assert [record for _, record in records[:2]] == [{"prompt": "a"}, {"prompt": "b"}]
     assert isinstance(records[2][1], DataError)
-    with pytest.raises(DataError, match="breaks off at record 2"):
+    with pytest.raises(DataError, match="breaks off at byte 41, in record 2"):
         read_prompts(path)
 
 
@@ -100,11 +100,11 @@ def test_human_roles_tools_and_reasoning() -> None:
     ("record", "message"),
     [
         ("text", "no JSON object"),
-        ({}, "none of turns"),
+        ({}, "none of messages"),
         ({"turns": []}, "turns"),
         ({"turns": [1]}, "turns"),
-        ({"prompt": "  "}, "none of turns"),
-        ({"messages": []}, "none of turns"),
+        ({"prompt": "  "}, "none of messages"),
+        ({"messages": []}, "none of messages"),
         ({"messages": ["hi"]}, "message that is no JSON object"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "unknown role 'narrator'"),
         ({"messages": [{"role": "user"}]}, "without content"),
@@ -129,10 +129,11 @@ def test_unusable_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no records"):
         read_prompts(tmp_path / "none.json")
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="byte 12 of it is not UTF-8"):
         read_prompts(tmp_path / "latin.jsonl")
-    with pytest.raises(DataError, match="cannot be read"):
-        read_prompts(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="holds no data file"):
+        read_prompts(tmp_path / "folder")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     with pytest.raises(DataError, match=r"record 1 of .*broken.jsonl is not JSON"):
         read_prompts(tmp_path / "broken.jsonl")

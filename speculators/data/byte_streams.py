@@ -1,0 +1,115 @@
+"""The bytes of a file, plain or compressed, in pieces of one size and with everything before a break."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+
+__all__ = ["ByteStream"]
+
+GZIP = b"\x1f\x8b"
+ZSTD = b"\x28\xb5\x2f\xfd"
+
+#: Bytes read, or decompressed, in one call.
+STEP = 1 << 18
+
+
+class ByteStream:
+    """Decompressed bytes of ``path``; whether it is gzip or zstd is seen from its first bytes, not from its name.
+
+    Pieces are ``size`` bytes, the last one may be shorter, so that where they end depends on the content alone. A file
+    that breaks off or cannot be read further gives all bytes before that; then :attr:`fault` says in words what happened.
+
+    :raises OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.fault: str | None = None
+        self.position = 0  #: bytes given so far
+        self._size = size
+        self._file = path.open("rb")
+        start = self._file.peek(4)
+        self._compression = "gzip" if start.startswith(GZIP) else "zstd" if start.startswith(ZSTD) else ""
+        self._steps = self._read()
+        self._waiting = bytearray()
+
+    def head(self, size: int) -> bytes:
+        """The first ``size`` bytes, or all when there are fewer; to be called before any piece is taken."""
+        self._fill(size)
+        return bytes(self._waiting[:size])
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            self._fill(self._size)
+            piece = bytes(self._waiting[: self._size])
+            if not piece:
+                return
+            del self._waiting[: self._size]
+            self.position += len(piece)
+            yield piece
+
+    def __enter__(self) -> ByteStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _fill(self, size: int) -> None:
+        while len(self._waiting) < size:
+            step = next(self._steps, b"")
+            if not step:
+                return
+            self._waiting += step
+
+    def _read(self) -> Iterator[bytes]:
+        steps = {"gzip": _gunzip, "zstd": _unzstd, "": _plain}[self._compression]
+        try:
+            yield from steps(self._file)
+        except EOFError:
+            self.fault = f"its {self._compression} data ends too early"
+        except (OSError, zlib.error) as error:
+            damaged = self._compression and (isinstance(error, zlib.error) or error.errno is None)
+            self.fault = f"its {self._compression} data is damaged" if damaged else f"it cannot be read further ({error})"
+
+
+def _plain(file: BinaryIO) -> Iterator[bytes]:
+    while step := file.read(STEP):
+        yield step
+
+
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
+    """Members one after another; not gzip.GzipFile, which loses what it has of a buffer when the data ends too early."""
+    waiting = file.read(STEP)
+    while waiting:
+        member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        while not member.eof:
+            if not waiting and not (waiting := file.read(STEP)):
+                rest = member.flush()
+                if rest:
+                    yield rest
+                raise EOFError
+            if step := member.decompress(waiting, STEP):
+                yield step
+            waiting = member.unconsumed_tail
+        # Zeros may fill the file up to a whole tape block.
+        waiting = member.unused_data.lstrip(b"\0")
+        while not waiting and (waiting := file.read(STEP)):
+            waiting = waiting.lstrip(b"\0")
+
+
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
+    with pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd") as stream:
+        while True:
+            try:
+                step = stream.read(STEP)
+            except OSError as error:
+                if "truncated" in str(error).lower():
+                    raise EOFError from error
+                raise
+            if not step:
+                return
+            yield step
