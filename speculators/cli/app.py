@@ -17,6 +17,7 @@ from speculators.cli.arguments import MultiValueCommand
 from speculators.cli.convert import convert
 from speculators.cli.doctor import doctor
 from speculators.cli.evaluate import evaluate
+from speculators.cli.inspect_data import inspect_data
 from speculators.cli.quickstart import quickstart
 from speculators.cli.stitch_mtp import stitch_mtp_command
 from speculators.cli.tensors import tensors
@@ -70,6 +71,9 @@ app.command("quickstart")(quickstart)
 def _prepare_data(context: typer.Context) -> None:
     """Render conversations into training rows with a loss mask."""
     _delegate("prepare_data", context.args)
+
+
+app.command("inspect-data", cls=MultiValueCommand)(inspect_data)
 
 
 @app.command("train", context_settings=_OWN_ARGUMENTS, add_help_option=False)

@@ -9,10 +9,10 @@ from typer.core import TyperCommand
 
 from speculators.errors import ConfigError
 
-__all__ = ["MultiValueCommand", "parse_counts", "repeat_flag"]
+__all__ = ["MultiValueCommand", "parse_counts", "parse_numbers", "repeat_flag"]
 
-#: Flags of ``evaluate`` that take one or more integers.
-MULTI_VALUE_FLAGS = ("--num-speculative-tokens",)
+#: Flags of ``evaluate`` and ``inspect-data`` that take one or more integers.
+MULTI_VALUE_FLAGS = ("--num-speculative-tokens", "--rows")
 
 
 def repeat_flag(arguments: Sequence[str], flag: str) -> list[str]:
@@ -49,6 +49,19 @@ def parse_counts(values: Sequence[str], flag: str) -> list[int]:
                 raise ConfigError(f"{flag} takes whole numbers of at least 1, such as `{flag} 3 7`, not '{value}'")
             counts.add(int(part))
     return sorted(counts)
+
+
+def parse_numbers(values: Sequence[str], flag: str) -> list[int]:
+    """Numbers from 0 on out of ``["3", "7"]`` or ``["3,7"]``, in their order and without repeats.
+
+    :raises ConfigError: when one is no whole number.
+    """
+    numbers: dict[int, None] = {}
+    for part in (part.strip() for value in values for part in value.split(",")):
+        if not part.isascii() or not part.isdigit():
+            raise ConfigError(f"{flag} takes whole numbers from 0 on, such as `{flag} 0 5 17`, not '{part}'")
+        numbers[int(part)] = None
+    return list(numbers)
 
 
 def _is_counts(text: str) -> bool:
