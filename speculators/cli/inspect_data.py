@@ -1,4 +1,4 @@
-"""``speculators inspect-data``: rows with their loss masks as a person wants to see them, and what looks wrong in a data set."""
+"""``speculators inspect-data``: rows with their loss masks as a person wants to see them, and what looks wrong."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["inspect_data"]
 
 def inspect_data(
     *,
-    data: Annotated[Path, typer.Argument(help="Folder of a data set, as prepare-data or upstream wrote it.", show_default=False)],
+    data: Annotated[Path, typer.Argument(help="Folder of a data set, of prepare-data or of upstream.", show_default=False)],
     rows: Annotated[
         list[str] | None,
-        typer.Option(help="Rows to show: 0 5 17; the shortest, the longest and others at random by default.", show_default=False),
+        typer.Option(help="Rows to show: 0 5 17; by default the shortest, the longest, some others.", show_default=False),
     ] = None,
     conversation: Annotated[int | None, typer.Option(help="Show the rows of this conversation.", show_default=False)] = None,
-    source: Annotated[str | None, typer.Option(help="Show rows of this source: its name or its end.", show_default=False)] = None,
+    source: Annotated[str | None, typer.Option(help="Show rows of this source (or: name's end).", show_default=False)] = None,
     count: Annotated[int, typer.Option(min=0, help="How many rows to show when they are not named.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of a row to show, about; 0 for all.")] = 1000,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Show rows as tables of position, id, text and mask.")] = False,

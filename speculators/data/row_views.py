@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +58,7 @@ class RowView:
         if self.turn is not None:
             facts.append("all turns" if self.turn < 0 else f"message {self.turn}")
         length = len(self.input_ids)
-        share = f"{self.supervised / length:.1%}" if length else "none"
+        share = f"{100 * self.supervised / length:.1f} %" if length else "none"
         return [*facts, f"{length:,} tokens", f"{self.supervised:,} supervised ({share})"]
 
 
@@ -71,11 +71,13 @@ def view_row(dataset: RowDataset, row_id: int, texts: TokenTexts, ends: Collecti
     """
     row = dataset.row(row_id)
     ids, mask = np.asarray(row.input_ids), np.asarray(row.loss_mask)
+    pieces = _pieces(ids, mask, texts)
     stretches, shown = [], 0
     for start, stop in shown_ranges(np.unique(spans_of(mask)).tolist(), len(ids), limit):
-        pieces = _pieces(ids[start:stop], mask[start:stop], texts, start)
-        stretches.append(Stretch(tuple(pieces), start - shown))
-        shown = stop
+        part = tuple(piece for piece in pieces if start <= piece.start < stop)
+        if part:  # a character of several tokens is shown whole, or not at all
+            stretches.append(Stretch(part, part[0].start - shown))
+            shown = part[-1].stop
     origin = dataset.origin(row_id)
     names = [source.name for source in dataset.manifest.sources]
     known = origin.source is not None and 0 <= origin.source < len(names)
@@ -93,15 +95,15 @@ def view_row(dataset: RowDataset, row_id: int, texts: TokenTexts, ends: Collecti
     )
 
 
-def _pieces(ids: np.ndarray, mask: np.ndarray, texts: TokenTexts, start: int) -> Sequence[Piece]:
-    """Pieces of a part of a row, with their positions in the row; a character that the mask cuts in two is shown in parts."""
+def _pieces(ids: np.ndarray, mask: np.ndarray, texts: TokenTexts) -> list[Piece]:
+    """Pieces of a row; a character that the mask cuts in two is shown in parts."""
     pieces: list[Piece] = []
     for piece in texts.pieces(ids.tolist()):
         part = mask[piece.start : piece.stop]
-        if part.all() or not part.any():
-            pieces.append(Piece(start + piece.start, piece.count, piece.text, piece.marker, piece.broken))
+        if piece.count == 1 or part.all() or not part.any():
+            pieces.append(piece)
             continue
         for place in range(piece.start, piece.stop):
             alone = texts.pieces([int(ids[place])])[0]
-            pieces.append(Piece(start + place, 1, alone.text, alone.marker, alone.broken))
+            pieces.append(Piece(place, 1, alone.text, alone.marker, alone.broken))
     return pieces

@@ -172,9 +172,17 @@ class RowDataset(Sequence[Row]):
     @cached_property
     def conversations(self) -> np.ndarray | None:
         """Which conversation every row is of, int64 ``[rows]``; None when the data set does not say."""
-        if not all("conversation" in part.origin for part in self._parts):
+        return self._column("conversation")
+
+    @cached_property
+    def sources(self) -> np.ndarray | None:
+        """Place in the manifest's sources that every row is from, int32 ``[rows]``; None when the data set does not say."""
+        return self._column("source")
+
+    def _column(self, name: str) -> np.ndarray | None:
+        if not all(name in part.origin for part in self._parts):
             return None
-        return np.concatenate([np.zeros(0, np.int64), *(part.origin["conversation"] for part in self._parts)])
+        return np.concatenate([np.zeros(0, ORIGIN[name]), *(part.origin[name] for part in self._parts)])
 
     @property
     def fingerprint(self) -> str:

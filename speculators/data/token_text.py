@@ -26,7 +26,7 @@ _REPLACEMENT = "\ufffd"
 #: Tokens of an unknown kind of tokenizer that are tried together for a character; four bytes are the most a character has.
 _LONGEST_RUN = 8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MARKER = re.compile(r"<.*>|\[.*\]|[｜▁].*", re.DOTALL)
+_MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 #: Zero-width joiner and non-joiner: part of how emoji and several scripts are written.
 _JOINERS = "\u200c\u200d"
 
@@ -160,7 +160,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def visible(text: str) -> str:
-    """``text`` as it can be printed in a terminal or a page: what would be invisible, or would act, shown by a sign or its number.
+    """``text`` as it can be printed in a terminal or a page: what is invisible, or would act, is shown by a sign or number.
 
     A line feed becomes ⏎ and a line feed; a tab ⇥; spaces are dots where there is nothing else; control characters
     (an escape sequence's first one, too) are shown by the Unicode pictures of them or as ``<U+202E>``.

@@ -85,7 +85,7 @@ def _overview(facts: PageFacts, survey: Survey) -> str:
         (f"{rows:,}", "rows"),
         ("not known" if facts.conversations is None else f"{facts.conversations:,}", "conversations"),
         (f"{tokens:,}", "tokens"),
-        (f"{survey.supervised_share:.1%}", "of them supervised" + (" (sample)" if survey.sampled else "")),
+        (f"{100 * survey.supervised_share:.1f} %", "of them supervised" + (" (sample)" if survey.sampled else "")),
         (str(len(survey.warnings)), "warning" if len(survey.warnings) == 1 else "warnings"),
     ]
     shown = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in cards)
@@ -212,7 +212,7 @@ def _left_out(tokens: int) -> str:
 
 def _stretch(view: RowView, stretch: Stretch) -> str:
     """Tokens as ``i`` elements, ``b`` around supervised ones; their ids are written once, for the script to count into."""
-    first = stretch.pieces[0].start if stretch.pieces else 0
+    first = stretch.pieces[0].start
     ids = " ".join(str(token) for piece in stretch.pieces for token in view.input_ids[piece.start : piece.stop].tolist())
     parts, inside = [], False
     for piece in stretch.pieces:

@@ -13,7 +13,8 @@ STYLE = """
     --tokens: #8b98a6; --supervised: #4cc38a; --answer: #173a29; --answer-ink: #c8f0d9; --end: #4cc38a; --end-ink: #0b1f14;
     --special: #b7a3f0; --wrong: #ff8a80; --warn: #332a12; --warn-line: #c79a2b; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+body { margin: 0; background: var(--ground); color: var(--ink);
+  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 header, main { max-width: 62rem; margin: 0 auto; padding: 0 1.25rem; }
 header { padding-top: 1.6rem; }
 h1 { font-size: 1.5rem; margin: 0 0 .4rem; overflow-wrap: anywhere; }
@@ -30,7 +31,8 @@ a { color: inherit; }
 .note { font-size: .87rem; margin: .3rem 0; }
 .good { color: var(--supervised); margin: 0; }
 .warnings { list-style: none; padding: 0; margin: 0; }
-.warnings li { background: var(--warn); border-left: 4px solid var(--warn-line); border-radius: 4px; padding: .5rem .8rem; margin: .5rem 0; }
+.warnings li { background: var(--warn); border-left: 4px solid var(--warn-line); border-radius: 4px;
+  padding: .5rem .8rem; margin: .5rem 0; }
 table { border-collapse: collapse; margin: .4rem 0; }
 th, td { text-align: left; font-weight: normal; padding: .15rem 1.2rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
 th { color: var(--soft); }
@@ -45,15 +47,16 @@ summary { cursor: pointer; }
   white-space: pre-wrap; overflow-wrap: anywhere; padding: .3rem 0; }
 .part { unicode-bidi: isolate; }
 .text i { font-style: normal; border-radius: 2px; }
-.text b { font-weight: normal; color: var(--answer-ink); background: var(--answer); -webkit-box-decoration-break: clone; box-decoration-break: clone; }
+.text b { font-weight: normal; color: var(--answer-ink); background: var(--answer);
+  -webkit-box-decoration-break: clone; box-decoration-break: clone; }
 .text i:hover { outline: 1.5px solid currentColor; }
 .text .m { color: var(--special); }
 .text .e { background: var(--end); color: var(--end-ink); padding: 0 .2em; }
 .text .x { color: var(--wrong); text-decoration: underline wavy; }
 .legend i { padding: .1em .5em; }
 .legend b { padding: .1em 0; border-radius: 3px; }
-#tip { position: absolute; background: var(--ink); color: var(--ground); font-size: .82rem; padding: .15rem .5rem; border-radius: 5px;
-  pointer-events: none; white-space: nowrap; z-index: 2; }
+#tip { position: absolute; background: var(--ink); color: var(--ground); font-size: .82rem;
+  padding: .15rem .5rem; border-radius: 5px; pointer-events: none; white-space: nowrap; z-index: 2; }
 @media print { section { border: 0; } }
 """
 

@@ -58,6 +58,8 @@ def row_text(view: RowView, *, colour: bool) -> Text:
     _close(text, inside)
     if view.left_out:
         _note(text, view.left_out)
+    if text.plain.endswith("\n"):
+        text.right_crop(1)
     return text
 
 
@@ -95,7 +97,7 @@ def token_table(view: RowView) -> Table:
             table.add_row("…", "…", f"{stretch.left_out:,} tokens left out", "…", style=_NOTE)
         for piece in stretch.pieces:
             for place in range(piece.start, piece.stop):
-                shown = one_line(piece.text) if place == piece.start else "↑"
+                shown = one_line(piece.text).replace(" ", "·") if place == piece.start else "↑"
                 style = _END if view.ends_turn(piece) else _TEXT[view.is_supervised(piece)]
                 mask = str(int(view.loss_mask[place]))
                 table.add_row(str(place), str(view.input_ids[place]), Text(shown), mask, style=style)
@@ -119,15 +121,16 @@ def survey_lines(survey: Survey, conversations: int | None) -> list[str]:
     lengths = survey.lengths
     of = "" if conversations is None else f" of {conversations:,} conversations"
     about = "about " if survey.sampled else ""
-    lines = [f"{len(lengths):,} rows{of}, {int(lengths.sum()):,} tokens, {about}{survey.supervised_share:.1%} of them supervised"]
+    share = f"{about}{100 * survey.supervised_share:.1f} %"
+    lines = [f"{len(lengths):,} rows{of}, {int(lengths.sum()):,} tokens, {share} of them supervised"]
     for name, values in (("tokens", lengths), ("supervised tokens", survey.supervised)):
         low, middle, high, top = (int(value) for value in np.percentile(values, (0, 50, 95, 100)))
         lines.append(f"{name} of a row: {low:,} at least, {middle:,} in the middle, 95 % up to {high:,}, {top:,} at most")
     if survey.sampled:
         lines.append(f"masks and ids were looked at in {survey.scope}")
     for source in survey.sources:
-        share = source.rows / max(1, len(lengths))
-        lines.append(f"source {one_line(source.name)}: {source.rows:,} rows ({share:.1%}), {source.tokens:,} tokens")
+        share = 100 * source.rows / max(1, len(lengths))
+        lines.append(f"source {one_line(source.name)}: {source.rows:,} rows ({share:.1f} %), {source.tokens:,} tokens")
     return lines
 
 
