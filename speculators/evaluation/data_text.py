@@ -121,8 +121,8 @@ def survey_lines(survey: Survey, conversations: int | None) -> list[str]:
     lengths = survey.lengths
     of = "" if conversations is None else f" of {conversations:,} conversations"
     about = "about " if survey.sampled else ""
-    share = f"{about}{100 * survey.supervised_share:.1f} %"
-    lines = [f"{len(lengths):,} rows{of}, {int(lengths.sum()):,} tokens, {share} of them supervised"]
+    supervised = f"{about}{100 * survey.supervised_share:.1f} %"
+    lines = [f"{len(lengths):,} rows{of}, {int(lengths.sum()):,} tokens, {supervised} of them supervised"]
     for name, values in (("tokens", lengths), ("supervised tokens", survey.supervised)):
         low, middle, high, top = (int(value) for value in np.percentile(values, (0, 50, 95, 100)))
         lines.append(f"{name} of a row: {low:,} at least, {middle:,} in the middle, 95 % up to {high:,}, {top:,} at most")
