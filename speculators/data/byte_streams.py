@@ -52,6 +52,11 @@ class ByteStream:
             self.position += len(piece)
             yield piece
 
+    @property
+    def consumed(self) -> int:
+        """Bytes of the file read so far, compressed as they are."""
+        return self._file.tell()
+
     def __enter__(self) -> ByteStream:
         return self
 

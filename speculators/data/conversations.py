@@ -13,7 +13,7 @@ from typing import Any
 from speculators.data.tool_calls import CALLER, legacy_tools, read_tool_calls, read_tools, spelled_calls
 from speculators.errors import DataError
 
-__all__ = ["ROLES", "Conversation", "Message", "parse_conversation"]
+__all__ = ["ROLES", "Conversation", "Message", "parse_conversation", "record_id"]
 
 #: Names of roles in data, and what chat templates call them.
 ROLES = {
@@ -84,16 +84,21 @@ def parse_conversation(record: Any, source: str = "", index: int = 0) -> Convers
             messages.insert(0, {"role": "system", "content": system})
         elif messages[0]["content"] != system:
             raise DataError(f"{where} has two different system prompts; keep one")
-    identity = _first(record, IDS)
     return Conversation(
         messages,
         source,
         index,
         read_tools(record.get("tools"), where) or legacy_tools(record.get("functions"), where),
         later,
-        str(identity) if isinstance(identity, (str, int)) and not isinstance(identity, bool) else None,
+        record_id(record),
         _options(record.get("chat_template_kwargs"), where),
     )
+
+
+def record_id(record: dict[str, Any]) -> str | None:
+    """What a record calls the conversation that it is, or is a part of; None when it does not say."""
+    identity = _first(record, IDS)
+    return str(identity) if isinstance(identity, (str, int)) and not isinstance(identity, bool) else None
 
 
 def _first(record: dict[str, Any], keys: tuple[str, ...]) -> Any:

@@ -63,6 +63,7 @@ class Block:
     records: list[bytes] | ArrowRecords  #: JSON texts, or rows
     broken: str | None = None  #: a sentence: where and why the source breaks off behind these records; one more record
     name: str = ""  #: of the source
+    consumed: int = 0  #: bytes of the source's file that were read up to here, for progress; 0 where that is not known
 
     def __len__(self) -> int:
         """How many records there are to account for."""
@@ -154,7 +155,7 @@ def _json_blocks(number: int, source: Source, block_bytes: int) -> Iterator[Bloc
             records = splitter.feed(chunk[skip:])
             skip = max(0, skip - len(chunk))
             if records:
-                yield Block(number, first, records, None, source.name)
+                yield Block(number, first, records, None, source.name, stream.consumed)
                 first += len(records)
             if splitter.fault is not None:
                 break
