@@ -2,66 +2,216 @@
 
 What is supervised is what the verifier would have had to generate: the assistant's text and the token that ends its turn,
 but no template text after that token (ChatML's newline). The boundary is found by rendering the conversation with and
-without the turn and comparing ids, so it needs neither template tags nor character offsets.
+without the turn and comparing ids, so it needs neither template tags nor character offsets; ``docs/data/masks.md`` says it
+at length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
 
+from speculators.data.encoding import Encoded, PieceEncoder, PieceMismatchError, runs_own_code
+from speculators.data.generation_tags import has_generation_tags, tagged_characters, tags_fault
+from speculators.data.rendered import FoundRow, History, NothingSupervisedError, Rendered, Renderer, RenderError, find_rows
 from speculators.data.rows import Row
 from speculators.data.tokenizer_checks import special_ids
+from speculators.data.turns import Messages, Turn, TurnFinder
 from speculators.errors import DataError
 
 __all__ = [
+    "History",
     "NothingSupervisedError",
+    "PieceMismatchError",
+    "RenderError",
     "Rendered",
+    "Renderer",
+    "TemplateRenderer",
     "on_policy_row",
+    "plain_spans",
     "render_conversation",
     "render_prompt",
     "render_rows",
 ]
 
-Messages = Sequence[Mapping[str, Any]]
+#: A renderer checks this many of its first texts against the tokenizer's word on the whole, and then every n-th.
+FIRST_CHECKED = 32
+THEN_CHECKED = 64
 
 
-class NothingSupervisedError(DataError):
-    """A rendering whose mask would be all zero: it can teach nothing."""
+class TemplateRenderer:
+    """Renders with a tokenizer's own chat template.
+
+    :param eos_ids: end-of-turn ids besides the tokenizer's ``eos_token_id`` (those of the generation config).
+    :param history: ``conversation`` gives one row and refuses a conversation whose earlier turns do not stand in it as they
+        were generated, ``turn`` gives one row per assistant turn, ``auto`` one row where that is true and else one per turn.
+    :param last_turn_only: supervise the last assistant turn alone; gives one row.
+    :param tags: whether ``{% generation %}`` tags, where the template has them, must agree with the mask.
+    :param options: further arguments of the chat template, such as ``enable_thinking``.
+    :param pieces: whether texts are cut at special tokens and equal pieces encoded once; the same ids, but slower, without.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        eos_ids: Collection[int] = (),
+        history: History = "auto",
+        last_turn_only: bool = False,
+        tags: Literal["check", "ignore"] = "check",
+        options: Mapping[str, Any] | None = None,
+        pieces: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.history = history
+        self.last_turn_only = last_turn_only
+        self.tags = tags
+        self.options = dict(options or {})
+        self._encoder = PieceEncoder(tokenizer) if pieces else None
+        self._check_rows = runs_own_code(tokenizer)
+        self._encoded = 0
+        self._finder = _finder(tokenizer, eos_ids)
+
+    def prompt(self, messages: Messages, tools: list[Any] | None = None, options: Mapping[str, Any] | None = None) -> list[int]:
+        """Ids after which the assistant is to speak: the messages and the template's generation prompt.
+
+        :raises DataError: without a chat template.
+        :raises RenderError: when the template refuses the messages.
+        :raises PieceMismatchError: when the tokenizer is not to be used with ``pieces``.
+        """
+        return _Template(self, tools, options).render(messages, True).ids()
+
+    def rows(
+        self, messages: Messages, tools: list[Any] | None = None, options: Mapping[str, Any] | None = None
+    ) -> list[Rendered]:
+        """The rows of a conversation, at least one. What follows the last assistant turn is left out of them.
+
+        :raises DataError: without a chat template.
+        :raises RenderError: for a conversation that gives none.
+        :raises PieceMismatchError: when the tokenizer is not to be used with ``pieces``.
+        """
+        template = _Template(self, tools, options)
+        rows = find_rows(template.render, messages, self._finder, self.history, self.last_turn_only, template.difference)
+        for row in rows:
+            template.check_row(row)
+        return [row.rendered() for row in rows]
 
 
-@dataclass(slots=True, eq=False)
-class Rendered:
-    """Ids and mask of a conversation, T tokens."""
+class _Template:
+    """The template of a renderer with the tools and options of one conversation."""
 
-    input_ids: np.ndarray  #: int64 ``[T]``
-    loss_mask: np.ndarray  #: bool ``[T]``
-    supervised_turns: int
+    def __init__(self, renderer: TemplateRenderer, tools: list[Any] | None, options: Mapping[str, Any] | None) -> None:
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.tools = tools
+        self.options = {**renderer.options, **(options or {})}
+        self._like: Encoded | None = None
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise DataError("the tokenizer has no chat template; add chat_template to its tokenizer_config.json")
 
-    def row(self, row_id: int, max_length: int | None = None) -> Row:
-        """The row of it, cut to ``max_length`` tokens."""
-        return Row(row_id, self.input_ids[:max_length], self.loss_mask[:max_length])
+    def render(self, messages: Messages, generate: bool) -> Encoded:
+        text = self._apply(messages, generate, False)
+        encoder = self.renderer._encoder
+        if encoder is None:
+            return Encoded([list(self._apply(messages, generate, True))], text)
+        try:
+            encoded = encoder.encode(text, self._like)
+        except (TypeError, ValueError) as error:
+            raise RenderError("template_refused", f"the tokenizer refuses the conversation ({error}); leave it out") from error
+        self._like = self._like or encoded
+        count = self.renderer._encoded
+        self.renderer._encoded += 1
+        if count < FIRST_CHECKED or count % THEN_CHECKED == 0:
+            self._check(encoded, messages, generate)
+        return encoded
+
+    def check_row(self, row: FoundRow) -> None:
+        """Compare a row with the whole text's ids, where nothing but running the tokenizer's own code tells, and with tags."""
+        renderer = self.renderer
+        if renderer._encoder is not None and renderer._check_rows:
+            self._check(row.ids, row.messages, False)
+        if renderer.tags == "ignore" or not has_generation_tags(self.tokenizer, self.tools, self.options):
+            return
+        text, tagged = tagged_characters(self.tokenizer, row.messages, self.tools, self.options)
+        fault = None if text == row.ids.text else "their places are not known, because the tokenizer renders in its own way"
+        encoder = renderer._encoder or PieceEncoder(self.tokenizer, pieces=False)
+        for turn in row.turns:
+            fault = fault or tags_fault(self.tokenizer, row.ids, turn, tagged, lambda part: encoder.encode(part, row.ids))
+            if fault:
+                reason = f"the template's {{% generation %}} tags disagree with message {turn.index}: {fault}; mend the tags"
+                raise RenderError("tags_disagree", f"{reason}, or have them ignored")
+
+    def difference(self, before: Encoded, after: Encoded) -> str:
+        """Where two renderings part, in words."""
+        place = next((at for at, pair in enumerate(zip(before.text, after.text)) if pair[0] != pair[1]), None)
+        place = min(len(before.text), len(after.text)) if place is None else place
+        old, new = (text[max(0, place - 10) : place + 30] for text in (before.text, after.text))
+        return f"{old!r} becomes {new!r}"
+
+    def _check(self, encoded: Encoded, messages: Messages, generate: bool) -> None:
+        if encoded.ids() != list(self._apply(messages, generate, True)):
+            self.renderer._encoder = None
+            name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+            raise PieceMismatchError(f"the tokenizer {name} encodes a text otherwise than its pieces; render it as a whole")
+
+    def _apply(self, messages: Messages, generate: bool, tokenize: bool) -> Any:
+        return _apply(self.tokenizer, messages, generate, tokenize, self.tools, self.options)
 
 
-def _ids(tokenizer: Any, messages: Messages, generate: bool, tools: Any, options: Mapping[str, Any]) -> list[int]:
+def _apply(tokenizer: Any, messages: Messages, generate: bool, tokenize: bool, tools: Any, options: Mapping[str, Any]) -> Any:
+    """Text or ids of messages, through the tokenizer's own method."""
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("the tokenizer has no chat template; add chat_template to its tokenizer_config.json")
     try:
-        ids = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=tools,
             add_generation_prompt=generate,
-            tokenize=True,
+            tokenize=tokenize,
             return_dict=False,
             **options,
         )
-    except (TemplateError, TypeError, KeyError) as error:
-        raise DataError(f"the chat template refuses the conversation ({error}); leave it out or change its messages") from error
-    return list(ids)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        reason = f"the chat template refuses the conversation ({error}); leave it out or change its messages"
+        raise RenderError("template_refused", reason) from error
+
+
+def _finder(tokenizer: Any, eos_ids: Collection[int]) -> TurnFinder:
+    ends = {*eos_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+    return TurnFinder(ends, special_ids(tokenizer), _TextOf(tokenizer), _AnswerStart(tokenizer))
+
+
+@dataclass(frozen=True, slots=True)
+class _TextOf:
+    """The text that a token id is found by."""
+
+    tokenizer: Any
+
+    def __call__(self, token: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(token) or "")
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerStart:
+    """Where the prompt's text ends among a rendering's ids that begin otherwise than the prompt's."""
+
+    tokenizer: Any
+
+    def __call__(self, prompt: Encoded, upto: Encoded) -> int | None:
+        if not upto.text.startswith(prompt.text):
+            return None
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            encoding = backend.encode(upto.text, add_special_tokens=False)
+            return next((at for at, (start, _) in enumerate(encoding.offsets) if start >= len(prompt.text)), len(upto))
+        common = prompt.common(upto)
+        rest, covering = self.tokenizer.decode(prompt.ids(common)), upto.ids(common)
+        enough = (at for at in range(1, len(covering)) if len(self.tokenizer.decode(covering[:at])) >= len(rest))
+        return common + next(enough, len(covering))
 
 
 def render_prompt(
@@ -72,7 +222,28 @@ def render_prompt(
     :param options: further arguments of the chat template, such as ``enable_thinking``.
     :raises DataError: without a chat template, or when the template refuses the messages.
     """
-    return _ids(tokenizer, messages, True, tools, options or {})
+    return list(_apply(tokenizer, messages, True, True, tools, options or {}))
+
+
+def plain_spans(
+    tokenizer: Any,
+    messages: Messages,
+    tools: list[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    eos_ids: Collection[int] = (),
+) -> list[Turn]:
+    """Every assistant turn that answers something, found the plain way: nothing shared between renderings, nothing remembered.
+
+    :raises DataError: as :func:`render_prompt`.
+    :raises UnstableHistoryError: when the messages before a turn change with it.
+    """
+
+    def render(part: Messages, generate: bool) -> Encoded:
+        ids = _apply(tokenizer, part, generate, True, tools, options or {})
+        return Encoded([list(ids)], _apply(tokenizer, part, generate, False, tools, options or {}))
+
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index > 0]
+    return [_finder(tokenizer, eos_ids).find(render, messages, index) for index in answers]
 
 
 def render_conversation(
@@ -90,8 +261,17 @@ def render_conversation(
     :param eos_ids: end-of-turn ids besides the tokenizer's ``eos_token_id`` (those of the generation config).
     :raises DataError: as :func:`render_prompt`, and when nothing would be supervised.
     """
-    full, spans = _spans(tokenizer, messages, tools, options or {}, eos_ids)
-    return _rendered(full, [span for ids, span in spans if full[: len(ids)] == ids])
+    rows = TemplateRenderer(tokenizer, eos_ids=eos_ids, history="turn", tags="ignore", pieces=False).rows
+    template_rows = rows(messages, tools, options)
+    last = template_rows[-1]
+    mask = np.zeros(len(last.input_ids), dtype=bool)
+    counted = 0
+    for row in template_rows:
+        stop = int(np.flatnonzero(row.loss_mask)[-1]) + 1
+        if np.array_equal(row.input_ids[:stop], last.input_ids[:stop]):
+            mask[:stop] |= row.loss_mask[:stop]
+            counted += 1
+    return Rendered(last.input_ids, mask, counted, last.turn if counted == 1 else -1)
 
 
 def render_rows(
@@ -105,10 +285,7 @@ def render_rows(
 
     :raises DataError: as :func:`render_conversation`.
     """
-    full, spans = _spans(tokenizer, messages, tools, options or {}, eos_ids)
-    if all(full[: len(ids)] == ids for ids, _ in spans):
-        return [_rendered(full, [span for _, span in spans])]
-    return [_rendered(ids, [span]) for ids, span in spans]
+    return TemplateRenderer(tokenizer, eos_ids=eos_ids, tags="ignore", pieces=False).rows(messages, tools, options)
 
 
 def on_policy_row(row_id: int, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Row:
@@ -120,68 +297,3 @@ def on_policy_row(row_id: int, prompt_ids: Sequence[int], answer_ids: Sequence[i
         raise DataError(f"the answer to row {row_id} is empty; leave the row out")
     ids = np.concatenate([np.asarray(prompt_ids, dtype=np.int64), np.asarray(answer_ids, dtype=np.int64)])
     return Row(row_id, ids, np.arange(len(ids)) >= len(prompt_ids))
-
-
-Span = tuple[int, int]
-
-
-def _spans(
-    tokenizer: Any, messages: Messages, tools: Any, options: Mapping[str, Any], eos_ids: Collection[int]
-) -> tuple[list[int], list[tuple[list[int], Span]]]:
-    """The full rendering, and for every assistant turn the rendering up to it with its supervised span."""
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        raise DataError("the conversation has no assistant turn; answer it first (prepare-data --generate)")
-    ends = {*eos_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
-    full = _ids(tokenizer, messages, False, tools, options)
-    spans = []
-    for turn in turns:
-        prompt = _ids(tokenizer, messages[:turn], True, tools, options) if turn else []
-        upto = _ids(tokenizer, messages[: turn + 1], False, tools, options)
-        start = _common_prefix(prompt, upto)
-        stop = _turn_end(tokenizer, messages[: turn + 1], upto, start, tools, options, ends)
-        spans.append((upto, (start, stop)))
-    return full, spans
-
-
-def _rendered(ids: list[int], spans: list[Span]) -> Rendered:
-    mask = np.zeros(len(ids), dtype=bool)
-    for start, stop in spans:
-        mask[start:stop] = True
-    if not mask.any():
-        raise NothingSupervisedError(
-            "nothing in the conversation is supervised; its answers are empty, or the template drops them"
-        )
-    return Rendered(np.asarray(ids, dtype=np.int64), mask, len(spans))
-
-
-def _turn_end(
-    tokenizer: Any,
-    messages: Messages,
-    ids: list[int],
-    start: int,
-    tools: Any,
-    options: Mapping[str, Any],
-    eos_ids: Collection[int],
-) -> int:
-    """Index after the end-of-turn token of the turn that begins at ``start`` and ends the rendering."""
-    for index in range(len(ids) - 1, start - 1, -1):
-        if ids[index] in eos_ids:
-            return index + 1
-    # The end-of-turn token is none of the eos ids: what follows the text is what does not change with the text, and
-    # of that, the first special token ends the turn.
-    other = "1" if str(messages[-1].get("content") or "").rstrip().endswith("0") else "0"
-    probe = _ids(tokenizer, [*messages[:-1], {"role": "assistant", "content": other}], False, tools, options)
-    suffix = _common_prefix(ids[: start - 1 if start else None : -1], probe[::-1])
-    special = special_ids(tokenizer)
-    for index in range(len(ids) - suffix, len(ids)):
-        if ids[index] in special:
-            return index + 1
-    return len(ids) - suffix
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return min(len(left), len(right))

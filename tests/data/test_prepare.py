@@ -143,7 +143,7 @@ def test_files_and_folders(data: Path, tmp_path: Path) -> None:
 
 def test_a_template_that_refuses_is_counted_and_a_missing_one_is_an_error(data: Path, tmp_path: Path) -> None:
     refusal = "{% if messages[0]['content'] == 'hi' %}{{ raise_exception('no greetings') }}{% endif %}"
-    template = refusal + "{{ messages[-1]['content'] }}"
+    template = refusal + "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     report = prepare_data(config(data, tmp_path), tiny_tokenizer(template))
     assert report.outcomes["template_refused"] == 3
     with pytest.raises(DataError, match="no chat template"):
