@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,10 +19,10 @@ import numpy as np
 import pyarrow as pa
 
 from speculators.data.manifest import MANIFEST, DataManifest, read_manifest
-from speculators.data.row_batches import ORIGIN, RowBatch, regrouped
+from speculators.data.row_batches import ORIGIN, RowBatch
 from speculators.errors import DataError
 
-__all__ = ["STATE", "StoredRows", "holds_rows", "install", "name_by", "open_rows", "write_shards"]
+__all__ = ["STATE", "ShardWriter", "StoredRows", "holds_rows", "install", "name_by", "open_rows"]
 
 STATE = "state.json"
 INFO = "dataset_info.json"
@@ -153,30 +154,54 @@ def _flat(batch: pa.RecordBatch, column: str, folder: Path) -> tuple[pa.Array, n
     return values, offsets - offsets[0] if len(offsets) and offsets[0] else offsets
 
 
-def write_shards(folder: Path, batches: Iterable[RowBatch]) -> list[str]:
-    """Write rows to data files in the empty ``folder`` and name them in ``state.json``; no more than a batch is held.
+class ShardWriter:
+    """Writes rows to the data files of a folder, batch by batch.
 
-    :returns: the files' names, none when there were no rows.
-    :raises DataError: when batches do not fit together.
+    :param folder: empty; its data set has no manifest and no lasting names before :func:`name_by`.
     """
-    names: list[str] = []
-    schema: pa.Schema | None = None
-    parts = regrouped(batches)
-    part = next(parts, None)
-    while part is not None:
-        names.append(f"part-{len(names):05d}.arrow")
-        with open(folder / names[-1], "xb") as file:
-            first = _table_batch(part)
-            schema = first.schema
-            with pa.ipc.new_stream(file, schema) as writer:
-                writer.write_batch(first)
-                while (part := next(parts, None)) is not None and file.tell() < SHARD_BYTES:
-                    writer.write_batch(_table_batch(part))
-            _to_disk(file)
-    if schema is not None:
-        _write_json(folder / INFO, _info(schema))
-        _write_json(folder / STATE, _state(names, ""))
-    return names
+
+    def __init__(self, folder: Path) -> None:
+        self.names: list[str] = []
+        self._folder = folder
+        self._file: BinaryIO | None = None
+        self._stream: pa.RecordBatchStreamWriter | None = None
+        self._schema: pa.Schema | None = None
+
+    def write(self, batch: RowBatch) -> None:
+        """:raises OSError: when there is no room."""
+        table = _table_batch(batch)
+        if self._file is not None and self._file.tell() >= SHARD_BYTES:
+            self._finish_file()
+        if self._file is None or self._stream is None:
+            self.names.append(f"part-{len(self.names):05d}.arrow")
+            self._file = open(self._folder / self.names[-1], "xb")  # noqa: SIM115 - closed by _finish_file or abandon
+            self._stream = pa.ipc.new_stream(self._file, table.schema)
+            self._schema = table.schema
+        self._stream.write_batch(table)
+
+    def finish(self) -> None:
+        """Close the last file and name all of them in ``state.json``.
+
+        :raises OSError: when there is no room.
+        """
+        self._finish_file()
+        if self._schema is not None:
+            _write_json(self._folder / INFO, _info(self._schema))
+            _write_json(self._folder / STATE, _state(self.names, ""))
+
+    def _finish_file(self) -> None:
+        if self._file is not None and self._stream is not None:
+            self._stream.close()
+            _to_disk(self._file)
+            self._file.close()
+        self._file = self._stream = None
+
+    def abandon(self) -> None:
+        """Let go of a file that cannot be written to its end."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._file = self._stream = None
 
 
 def _table_batch(batch: RowBatch) -> pa.RecordBatch:
@@ -215,7 +240,7 @@ def _state(names: list[str], fingerprint: str) -> dict[str, Any]:
 
 
 def name_by(folder: Path, names: list[str], manifest: DataManifest) -> None:
-    """Name the files of :func:`write_shards` after the fingerprint of their rows and put the manifest to them."""
+    """Name the files of a :class:`ShardWriter` after the fingerprint of their rows and put the manifest to them."""
     named = [f"{manifest.fingerprint}-data-{place:05d}-of-{len(names):05d}.arrow" for place in range(len(names))]
     for old, new in zip(names, named, strict=True):
         os.replace(folder / old, folder / new)

@@ -21,8 +21,8 @@ import pyarrow as pa
 
 from speculators.data import row_files
 from speculators.data.manifest import SCHEMA, AnswerRecord, DataManifest, SourceRecord
-from speculators.data.row_batches import ORIGIN, Row, RowBatch
-from speculators.data.row_files import StoredRows
+from speculators.data.row_batches import ORIGIN, Row, RowBatch, regrouped
+from speculators.data.row_files import ShardWriter, StoredRows
 from speculators.errors import DataError
 from speculators.files import temporary_beside, writing
 from speculators.progress import bar
@@ -264,19 +264,25 @@ def write_rows(
     folder = Path(folder)
     if row_files.holds_rows(folder) and not overwrite:
         raise DataError(f"{folder} already holds a data set; choose another folder or pass --overwrite")
+    temporary = temporary_beside(folder)
     with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_beside(folder)
-        try:
-            temporary.mkdir()
-            names = row_files.write_shards(temporary, batches)
-            if not names:
-                raise DataError(f"there are no rows to write to {folder}; check the input and the length limits")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had this one's number
+        temporary.mkdir(parents=True)
+    writer = ShardWriter(temporary)
+    try:
+        for batch in regrouped(batches):
+            with writing(folder):
+                writer.write(batch)
+        if not writer.names:
+            raise DataError(f"there are no rows to write to {folder}; check the input and the length limits")
+        filled = (manifest() if callable(manifest) else manifest).model_copy(update={"schema_version": SCHEMA})
+        with writing(folder):
+            writer.finish()
             parts, _, _ = row_files.open_rows(temporary)
-            written = (manifest() if callable(manifest) else manifest).model_copy(update={"schema_version": SCHEMA})
-            written.fingerprint = RowDataset(parts, written)._hash()
-            row_files.name_by(temporary, names, written)
-            row_files.install(temporary, folder, written.fingerprint)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            filled.fingerprint = RowDataset(parts, filled)._hash()
+            row_files.name_by(temporary, writer.names, filled)
+            row_files.install(temporary, folder, filled.fingerprint)
+    finally:
+        writer.abandon()
+        shutil.rmtree(temporary, ignore_errors=True)
     return RowDataset.load(folder)

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 
 from speculators.data import CutRows, RowDataset, split_rows
+from speculators.data.provenance import require_tokenizer
 from speculators.errors import ConfigError, DataError, SpeculatorsError
 from speculators.models.verifier_weights import VerifierHead, has_rms_norm, text_config
 from speculators.progress import bar
@@ -167,6 +168,9 @@ def _draft(config: TrainConfig, split: _Split, verifier: Verifier) -> Any:
     """The draft to train, checked against rows and verifier."""
     start = checkpoint_config(config)
     vocab_size = text_config(verifier.config).vocab_size
+    require_tokenizer(
+        split.dataset.manifest, verifier.tokenizer, verifier.name, f"the rows in {split.dataset.path or 'memory'}"
+    )
     split.dataset.check_vocabulary(vocab_size)
     mask_token = None
     if family_of(config).masked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from speculators.data.rows import RowDataset
-from speculators.data.token_counts import TOKEN_FREQUENCIES, count_tokens, load_token_frequencies
+from speculators.data.rows import DataManifest, RowDataset
+from speculators.data.token_counts import TOKEN_FREQUENCIES, StaleCountsError, count_tokens, load_counts
 from speculators.data.vocabulary import VocabularyMapping, build_mapping
 from speculators.data.vocabulary_files import load_mapping_files
 from speculators.errors import ConfigError
@@ -19,6 +20,8 @@ from speculators.train.config.model import TrainConfig
 from speculators.train.drafts import brings_weights
 
 __all__ = ["choose_mapping", "choose_mask_token"]
+
+logger = logging.getLogger("speculators.train")
 
 
 def choose_mapping(
@@ -33,7 +36,7 @@ def choose_mapping(
     """Mapping of the pruned draft vocabulary; None for the whole vocabulary.
 
     Files named by ``--d2t-path`` and ``--t2d-path`` win. Otherwise ``--draft-vocab-size`` most frequent ids are kept, counted
-    by ``--token-freq-path``, by ``token_freq.pt`` beside the data, or from the training rows themselves.
+    by ``--token-freq-path``, by the ``token_freq.pt`` of these rows beside them, or from the training rows themselves.
 
     :param start: config of ``--from-pretrained``: its vocabulary's size is kept, and its mapping is used when it has weights.
     :raises ConfigError: when the size does not fit, or there is nothing to count.
@@ -57,13 +60,24 @@ def choose_mapping(
 
 
 def _counts(config: TrainConfig, vocab_size: int, dataset: RowDataset | None, train_ids: np.ndarray | None) -> np.ndarray:
+    manifest = DataManifest() if dataset is None else dataset.manifest
+    # Schema 1 hashed the chat template along.
+    tokenizer = manifest.tokenizer_hash if manifest.schema_version > 1 else ""
     if config.draft.token_freq_path is not None:
-        return load_token_frequencies(config.draft.token_freq_path)
+        return load_counts(config.draft.token_freq_path, tokenizer_hash=tokenizer).counts
     beside = Path(config.data.data_path) / TOKEN_FREQUENCIES
-    if beside.is_file():
-        return load_token_frequencies(beside)
     if dataset is None or train_ids is None:
+        if beside.is_file():
+            return load_counts(beside).counts
         raise ConfigError("--draft-vocab-size needs token counts: give --token-freq-path, or --d2t-path and --t2d-path")
+    # Rows from elsewhere, or in memory, are not those that the file counts.
+    if beside.is_file() and dataset.path is not None and dataset.path.resolve() == beside.parent.resolve():
+        # Others write no record of what they counted; of their rows we know as little, and take both as a pair.
+        ours = bool(manifest.tokenizer_hash)
+        try:
+            return load_counts(beside, dataset.fingerprint if ours else None, tokenizer).counts
+        except StaleCountsError as error:
+            logger.warning("%s; the training rows are counted instead", error)
     return count_tokens((dataset.row(int(row)) for row in train_ids), vocab_size)
 
 

@@ -1,5 +1,6 @@
 """Trainings that cannot be what was meant stop with one sentence, and lose nothing that was saved."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from speculators.data import DataManifest, RowDataset, template_hash, tokenizer_hash
 from speculators.errors import ConfigError, DataError, SpeculatorsError
 from speculators.train import train
+from tests.tiny import CHATML, tiny_tokenizer
 from tests.train.helpers import loaded_verifier, settings, tiny_rows
 
 
@@ -20,10 +23,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(folder: Path, tmp_path: Path):
-    def do(name: str = "run", **changes: Any):
+    def do(name: str = "run", dataset: RowDataset | None = None, **changes: Any):
         verifier = loaded_verifier(folder)
         config = settings(folder, **{"save_path": str(tmp_path / name), **changes})
-        return train(config, dataset=tiny_rows(), verifier=verifier, progress=False)
+        return train(config, dataset=dataset or tiny_rows(), verifier=verifier, progress=False)
 
     return do
 
@@ -31,6 +34,35 @@ def run(folder: Path, tmp_path: Path):
 def test_rows_too_short_to_learn_from(run) -> None:
     with pytest.raises(DataError, match="within --total-seq-len 2, so there is nothing to learn"):
         run(total_seq_len=2, block_size=2)
+
+
+def rows_made_by(tokenizer: Any, **facts: Any) -> RowDataset:
+    hashes = {"tokenizer_hash": tokenizer_hash(tokenizer), "template_hash": template_hash(tokenizer)}
+    return RowDataset.from_rows(tiny_rows(), DataManifest(verifier="some-model", **{**hashes, **facts}))
+
+
+def test_rows_of_another_tokenizer(run) -> None:
+    other = tiny_tokenizer()
+    other.add_tokens(["<tool>"])
+    with pytest.raises(DataError, match=r"rows in memory were made with the tokenizer of some-model \(hash \w+\), and that of"):
+        run(dataset=rows_made_by(other))
+
+
+def test_rows_of_another_chat_template(run) -> None:
+    other = tiny_tokenizer(CHATML.replace("assistant", "user"))
+    with pytest.warns(UserWarning, match="another chat template than that of"):
+        run(dataset=rows_made_by(other), max_steps=1)
+
+
+def test_rows_of_an_earlier_version(run, recwarn: pytest.WarningsRecorder) -> None:
+    """One hash stood for vocabulary and template: equal is equal, and what differs is not known."""
+    own = tiny_tokenizer()
+    content = {"vocabulary": sorted(own.get_vocab().items()), "template": own.chat_template}
+    old = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    run("same", dataset=rows_made_by(own, schema=1, tokenizer_hash=old, template_hash=""), max_steps=1)
+    assert not [warning for warning in recwarn if "tokenizer" in str(warning.message)]
+    with pytest.warns(UserWarning, match="earlier version that cannot tell"):
+        run("other", dataset=rows_made_by(own, schema=1, tokenizer_hash="0a", template_hash=""), max_steps=1)
 
 
 def test_a_layer_below_the_embeddings(run) -> None:

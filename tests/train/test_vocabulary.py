@@ -7,8 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speculators.data import Row, RowDataset, build_mapping, save_mapping, save_token_frequencies
-from speculators.errors import ConfigError
+from speculators.data import (
+    DataManifest,
+    Row,
+    RowDataset,
+    TokenCounts,
+    build_mapping,
+    save_counts,
+    save_mapping,
+    save_token_frequencies,
+)
+from speculators.errors import ConfigError, DataError
 from speculators.train.config import TrainConfig
 from speculators.train.vocabulary import choose_mapping, choose_mask_token
 
@@ -18,9 +27,9 @@ ROWS = RowDataset.from_rows(
 )
 
 
-def kept(**settings: Any) -> list[int] | None:
+def kept(dataset: RowDataset = ROWS, **settings: Any) -> list[int] | None:
     config = TrainConfig.from_flat(speculator_type="dspark", verifier_name_or_path="v", **settings)
-    mapping = choose_mapping(config, vocab_size=VOCAB, eos_ids=(2,), dataset=ROWS, train_ids=np.array([0]))
+    mapping = choose_mapping(config, vocab_size=VOCAB, eos_ids=(2,), dataset=dataset, train_ids=np.array([0]))
     return None if mapping is None else mapping.draft_to_verifier.tolist()
 
 
@@ -34,14 +43,43 @@ def test_the_training_rows_are_counted_and_the_end_of_text_is_kept(tmp_path: Pat
     assert kept(draft_vocab_size=4, data_path=str(tmp_path)) == [0, 2, 5, 7]
 
 
-def test_counts_beside_the_data_and_named_ones_go_before(tmp_path: Path) -> None:
+def some_counts() -> np.ndarray:
     counts = np.zeros(VOCAB, np.int64)
     counts[[8, 9, 10]] = 3, 2, 1
-    save_token_frequencies(tmp_path / "token_freq.pt", counts)
-    assert kept(draft_vocab_size=4, data_path=str(tmp_path)) == [2, 8, 9, 10]
+    return counts
+
+
+def test_counts_beside_the_data_and_named_ones_go_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Counts of rows are used for these rows; for rows in memory, and rows that were replaced since, others are not."""
+    counts, settings = some_counts(), {"draft_vocab_size": 4, "data_path": str(tmp_path)}
+    rows = RowDataset.save(tmp_path, ROWS, DataManifest(tokenizer_hash="0a"))
+    save_counts(tmp_path / "token_freq.pt", TokenCounts(counts, 2, "0a", (rows.fingerprint,)))
+    assert kept(rows, **settings) == [2, 8, 9, 10]
+    assert kept(ROWS, **settings) == [0, 2, 5, 7]
     counts[11] = 9
     save_token_frequencies(tmp_path / "other.pt", counts)
-    assert kept(draft_vocab_size=4, data_path=str(tmp_path), token_freq_path=str(tmp_path / "other.pt")) == [2, 8, 9, 11]
+    assert kept(rows, **settings, token_freq_path=str(tmp_path / "other.pt")) == [2, 8, 9, 11]
+    assert not caplog.records
+    replaced = RowDataset.save(tmp_path, [*ROWS, ROWS[0]], DataManifest(tokenizer_hash="0a"), overwrite=True)
+    assert kept(replaced, **settings) == [0, 2, 5, 7]
+    assert "counts other rows than those" in caplog.text
+    save_token_frequencies(tmp_path / "token_freq.pt", counts)
+    assert kept(replaced, **settings) == [0, 2, 5, 7]
+    assert "does not say which rows it counts; count them again; the training rows are counted instead" in caplog.text
+
+
+def test_counts_of_others_beside_rows_of_others_are_a_pair(tmp_path: Path) -> None:
+    rows = RowDataset.save(tmp_path, ROWS, DataManifest())
+    save_token_frequencies(tmp_path / "token_freq.pt", some_counts())
+    assert kept(rows, draft_vocab_size=4, data_path=str(tmp_path)) == [2, 8, 9, 10]
+
+
+def test_counts_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    save_counts(tmp_path / "other.pt", TokenCounts(some_counts(), 2, "0b", ("f",)))
+    named = {"draft_vocab_size": 4, "token_freq_path": str(tmp_path / "other.pt")}
+    with pytest.raises(DataError, match="counted with the tokenizer 0b, but this one is 0a"):
+        kept(RowDataset.from_rows(ROWS, DataManifest(tokenizer_hash="0a")), **named)
+    assert kept(RowDataset.from_rows(ROWS, DataManifest(schema=1, tokenizer_hash="0a")), **named) == [2, 8, 9, 10]
 
 
 def test_a_mapping_left_in_the_folder_is_not_picked_up_unasked(tmp_path: Path) -> None:
