@@ -1,4 +1,7 @@
-"""Data sets of a hub, through ``datasets`` and ``huggingface_hub``; offline, those in their caches and folders on the disk."""
+"""Data sets of a hub, through ``datasets`` and ``huggingface_hub``; offline, those in their caches and folders on the disk.
+
+Both libraries are imported when a hub is asked for: every process that renders imports this module.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from speculators.errors import ConfigError, DataError, last_line
 
@@ -51,13 +51,16 @@ class HubSet:
 @contextmanager
 def _reaching(what: str) -> Iterator[None]:
     """Turn whatever goes wrong on the way to a hub into one sentence."""
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HfHubHTTPError
+
     try:
         yield
     except (ConnectionError, TimeoutError, HfHubHTTPError) as error:
         raise DataError(f"{what} cannot be reached ({last_line(error)}); check the name, the network and your token") from error
     except FileNotFoundError as error:
         raise DataError(f"{what} was not found ({last_line(error)}); check the name, the network and your token") from error
-    except (OSError, ValueError, LookupError, RuntimeError, ImportError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError, ImportError, DatasetsError) as error:
         raise DataError(f"{what} cannot be read ({last_line(error)}); check its name, subset and split") from error
 
 
@@ -67,6 +70,9 @@ def download_file(address: str) -> Path:
     :raises ConfigError: for an address of another form.
     :raises DataError: when it is not in the cache and cannot be downloaded.
     """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
     organisation, _, rest = address.removeprefix(FILE_PREFIX).partition("/")
     name, _, file = rest.partition("/")
     if not address.startswith(FILE_PREFIX) or not (organisation and name and file):
@@ -85,6 +91,8 @@ def hub_state(hub: HubSet) -> str:
 
     :raises DataError: the hub cannot be reached.
     """
+    import datasets
+
     with _reaching(f"the data set {hub}"):
         builder = datasets.load_dataset_builder(hub.name, hub.subset)
     digest = hashlib.sha256(str(hub).encode())
@@ -102,6 +110,8 @@ def stream_tables(hub: HubSet, rows: int) -> Iterator[pa.Table]:
 
     :raises DataError: the hub cannot be reached, or has no such subset or split.
     """
+    import datasets
+
     what = f"the data set {hub}"
     with _reaching(what):
         loaded: Any = datasets.load_dataset(hub.name, hub.subset, split=hub.split, streaming=True)
