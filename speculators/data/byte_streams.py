@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
 
@@ -31,8 +30,9 @@ class ByteStream:
         self.fault: str | None = None
         self.position = 0  #: bytes given so far
         self._size = size
-        self._file = path.open("rb")
-        start = self._file.peek(4)
+        self._path = path
+        with path.open("rb") as file:
+            start = file.read(4)
         self._compression = "gzip" if start.startswith(GZIP) else "zstd" if start.startswith(ZSTD) else ""
         self._steps = self._read()
         self._waiting = bytearray()
@@ -61,7 +61,7 @@ class ByteStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._steps.close()
 
     def _fill(self, size: int) -> None:
         while len(self._waiting) < size:
@@ -70,10 +70,10 @@ class ByteStream:
                 return
             self._waiting += step
 
-    def _read(self) -> Iterator[bytes]:
+    def _read(self) -> Generator[bytes, None, None]:
         steps = {"gzip": _gunzip, "zstd": _unzstd, "": _plain}[self._compression]
         try:
-            yield from steps(self._file)
+            yield from steps(self._path)
         except EOFError:
             self.fault = f"its {self._compression} data ends too early"
         except (OSError, zlib.error) as error:
@@ -81,40 +81,54 @@ class ByteStream:
             self.fault = f"its {self._compression} data is damaged" if damaged else f"it cannot be read further ({error})"
 
 
-def _plain(file: BinaryIO) -> Iterator[bytes]:
-    while step := file.read(STEP):
-        yield step
+def _plain(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while step := file.read(STEP):
+            yield step
 
 
-def _gunzip(file: BinaryIO) -> Iterator[bytes]:
+def _gunzip(path: Path) -> Iterator[bytes]:
     """Members one after another; not gzip.GzipFile, which loses what it has of a buffer when the data ends too early."""
-    waiting = file.read(STEP)
-    while waiting:
-        member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-        while not member.eof:
-            if not waiting and not (waiting := file.read(STEP)):
-                rest = member.flush()
-                if rest:
-                    yield rest
-                raise EOFError
-            if step := member.decompress(waiting, STEP):
-                yield step
-            waiting = member.unconsumed_tail
-        # Zeros may fill the file up to a whole tape block.
-        waiting = member.unused_data.lstrip(b"\0")
-        while not waiting and (waiting := file.read(STEP)):
-            waiting = waiting.lstrip(b"\0")
+    with path.open("rb") as file:
+        waiting = file.read(STEP)
+        while waiting:
+            member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+            while not member.eof:
+                if not waiting and not (waiting := file.read(STEP)):
+                    if rest := member.flush():
+                        yield rest
+                    if not member.eof:
+                        raise EOFError
+                    break
+                if step := member.decompress(waiting, STEP):
+                    yield step
+                waiting = member.unconsumed_tail
+            # Zeros may fill the file up to a whole tape block.
+            waiting = member.unused_data.lstrip(b"\0")
+            while not waiting and (waiting := file.read(STEP)):
+                waiting = waiting.lstrip(b"\0")
 
 
-def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    with pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd") as stream:
-        while True:
-            try:
-                step = stream.read(STEP)
-            except OSError as error:
-                if "truncated" in str(error).lower():
-                    raise EOFError from error
-                raise
-            if not step:
-                return
+def _unzstd(path: Path) -> Iterator[bytes]:
+    given = 0
+    try:
+        for step in _zstd_steps(path, STEP):
+            given += len(step)
+            yield step
+    except OSError as error:
+        # A read that fails loses what it had decompressed until then: read again up to there, and on byte by byte.
+        try:
+            yield from _zstd_steps(path, 1, behind=given)
+        except OSError:
+            if "truncated" in str(error).lower():
+                raise EOFError from error
+            raise
+
+
+def _zstd_steps(path: Path, size: int, behind: int = 0) -> Iterator[bytes]:
+    """Decompressed bytes, ``size`` at a time, without the first ``behind``."""
+    with pa.OSFile(str(path), "rb") as file, pa.CompressedInputStream(file, "zstd") as stream:
+        for start in range(0, behind, STEP):
+            stream.read(min(STEP, behind - start))
+        while step := stream.read(size):
             yield step

@@ -95,13 +95,14 @@ def hub_state(hub: HubSet) -> str:
 
     with _reaching(f"the data set {hub}"):
         builder = datasets.load_dataset_builder(hub.name, hub.subset)
-    digest = hashlib.sha256(str(hub).encode())
+    digest = hashlib.sha256(f"{hub.subset} {hub.split}".encode())
     files = [str(file) for found in (builder.config.data_files or {}).values() for file in found]
     for file in files or [str(builder.cache_dir)]:
-        digest.update(file.encode())
         if Path(file).is_file():
             with open(file, "rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
+        else:
+            digest.update(file.encode())
     return digest.hexdigest()
 
 

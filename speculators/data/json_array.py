@@ -39,8 +39,11 @@ class Splitter(Protocol):
         """The records that end in this chunk."""
         ...
 
-    def finish(self) -> list[bytes]:
-        """What the end of the text makes whole; sets :attr:`fault` when the text ends inside a record."""
+    def finish(self, torn: bool = False) -> list[bytes]:
+        """What the end of the text makes whole; sets :attr:`fault` when the text ends inside a record.
+
+        :param torn: whether the text is known to go on where it cannot be read.
+        """
         ...
 
 
@@ -60,9 +63,9 @@ class LineSplitter:
         self._pending = bytearray(lines.pop())
         return [line for line in lines if not (line.isspace() or not line)]
 
-    def finish(self) -> list[bytes]:
+    def finish(self, torn: bool = False) -> list[bytes]:
         last = bytes(self._pending).strip()
-        return [last] if last else []
+        return [last] if last and (not torn or _is_whole(last)) else []
 
 
 class _Scanner:
@@ -132,6 +135,12 @@ def first_value(text: bytes) -> tuple[int, str | None, bool]:
     except (RecursionError, ValueError) as error:  # too many brackets in one another, or digits of a number
         fault, place = str(error).split(";")[0], blank
     return len(characters[:place].encode("utf-8", errors="surrogateescape")), fault if ended else None, ended
+
+
+def _is_whole(text: bytes) -> bool:
+    """Whether text that may be cut off is a whole object; of a number nobody could tell."""
+    place, fault, ended = first_value(text)
+    return text.startswith(b"{") and fault is None and ended and place == len(text)
 
 
 class _StructureSplitter:
@@ -223,10 +232,15 @@ class ArraySplitter(_StructureSplitter):
         elif not self._closed:
             self._keep(piece[taken:])
 
-    def finish(self) -> list[bytes]:
-        if not self._closed and self.fault is None and not (self._pending.strip() and self._doubt()):
-            self._break(len(self._pending), "the text ends there")
-        return []
+    def finish(self, torn: bool = False) -> list[bytes]:
+        found: list[bytes] = []
+        if not self._closed and self.fault is None:
+            last = bytes(self._pending).strip()
+            if _is_whole(last):  # only its comma or the closing bracket is gone
+                self._next(last, found)
+            if not (last and self._doubt()):
+                self._break(len(self._pending), "the text ends there")
+        return found
 
 
 class ObjectSplitter(_StructureSplitter):
@@ -247,7 +261,7 @@ class ObjectSplitter(_StructureSplitter):
                 self._next(bytes(self._pending).strip(), found)
         self._keep(piece[taken:])
 
-    def finish(self) -> list[bytes]:
+    def finish(self, torn: bool = False) -> list[bytes]:
         if self._pending.strip() and self.fault is None and not self._doubt():
             self._break(len(self._pending), "the text ends there")
         return []

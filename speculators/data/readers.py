@@ -159,15 +159,13 @@ def _json_blocks(number: int, source: Source, block_bytes: int) -> Iterator[Bloc
                 first += len(records)
             if splitter.fault is not None:
                 break
+        last = splitter.finish(torn=stream.fault is not None)
+        if last:
+            yield Block(number, first, last, None, source.name)
+            first += len(last)
         fault = splitter.fault
         if stream.fault is not None:
             fault = f"breaks off at byte {stream.position} of its text, in record {first} ({stream.fault})"
-        elif fault is None:
-            last = splitter.finish()
-            if last:
-                yield Block(number, first, last, None, source.name)
-                first += len(last)
-            fault = splitter.fault
     if fault is not None:
         yield _broken(number, source, first, fault)
     elif not first and not isinstance(splitter, ArraySplitter):

@@ -60,6 +60,8 @@ def _find(data: str | Path) -> list[Source]:
         return found
     if not path.exists():
         raise DataError(f"there is no data file {path}; check the path")
+    if not path.is_file():  # what a pipe holds can be read once only, and sources are also hashed
+        raise DataError(f"{path} is no ordinary file; write the data to one first")
     return [Source(text, _kind(path), path)]
 
 
