@@ -182,7 +182,7 @@ def _apply(tokenizer: Any, messages: Messages, generate: bool, tokenize: bool, t
 
 def _finder(tokenizer: Any, eos_ids: Collection[int]) -> TurnFinder:
     ends = {*eos_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
-    return TurnFinder(ends, special_ids(tokenizer), _TextOf(tokenizer), _AnswerStart(tokenizer))
+    return TurnFinder(ends, special_ids(tokenizer), _TextOf(tokenizer), _AnswerStart(tokenizer), _AnswerStop(tokenizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +212,23 @@ class _AnswerStart:
         rest, covering = self.tokenizer.decode(prompt.ids(common)), upto.ids(common)
         enough = (at for at in range(1, len(covering)) if len(self.tokenizer.decode(covering[:at])) >= len(rest))
         return common + next(enough, len(covering))
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerStop:
+    """Where the ids of a rendering begin to hold its last characters."""
+
+    tokenizer: Any
+
+    def __call__(self, upto: Encoded, closing: int) -> int:
+        limit = len(upto.text) - closing
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            encoding = backend.encode(upto.text, add_special_tokens=False)
+            return next((at for at, (_, stop) in enumerate(encoding.offsets) if stop > limit), len(upto))
+        ids = upto.ids()
+        within = (at for at in range(len(ids), 0, -1) if len(self.tokenizer.decode(ids[:at])) <= limit)
+        return next(within, 0)
 
 
 def render_prompt(

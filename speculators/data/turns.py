@@ -54,6 +54,8 @@ class TurnFinder:
     :param text_of: the text of an id, to see whether an answer's own text holds it; None when it is not known.
     :param answer_start: index of the first id of a rendering (second argument) that holds nothing of the prompt's text (first
         argument), or None when the prompt's text does not begin the rendering's. Without, it is not asked for.
+    :param answer_stop: index of the first id of a rendering that holds something of its last characters (second argument: how
+        many they are). Without, it is not asked for.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class TurnFinder:
         special_ids: Collection[int] = (),
         text_of: Callable[[int], str] | None = None,
         answer_start: Callable[[Encoded, Encoded], int | None] | None = None,
+        answer_stop: Callable[[Encoded, int], int] | None = None,
     ) -> None:
         self.eos_ids = frozenset(eos_ids)
         self.special_ids = frozenset(special_ids)
         self._text_of = text_of
         self._answer_start = answer_start
+        self._answer_stop = answer_stop
         self._ends = dict.fromkeys(self.eos_ids, "")  # ids that ended a turn, or may, and their texts
         if text_of is not None:
             self._ends = {end: text_of(end) for end in self.eos_ids}
@@ -80,7 +84,7 @@ class TurnFinder:
         """
         upto = upto or render(messages[: index + 1], False)
         start = self._start(render, messages[:index], upto)
-        content, stop = self._end(render, messages[: index + 1], upto.ids(start))
+        content, stop = self._end(render, messages[: index + 1], upto, start)
         return Turn(index, upto, start, start + stop, start + content)
 
     def _start(self, render: Render, before: Messages, upto: Encoded) -> int:
@@ -99,8 +103,9 @@ class TurnFinder:
         start = self._answer_start(prompt, upto) if self._answer_start else None
         return min(max(common + 1, start or 0), length)
 
-    def _end(self, render: Render, messages: Messages, answer: list[int]) -> tuple[int, int]:
-        """Indices behind the content and behind the end-of-turn id in ``answer``, the ids from the turn's start on."""
+    def _end(self, render: Render, messages: Messages, upto: Encoded, start: int) -> tuple[int, int]:
+        """Indices behind the content and behind the end-of-turn id, counted in the ids of ``upto`` from ``start`` on."""
+        answer = upto.ids(start)
         if not answer:
             return 0, 0
         found = [end for end in self._ends if end in answer]
@@ -109,6 +114,12 @@ class TurnFinder:
             if tuple(answer[place:]) in self._closings and not _says(messages[-1], self._ends[found[0]]):
                 return place, place + 1
         content, stop = _probed_end(render, messages, answer, self.eos_ids, self.special_ids)
+        if content == stop and self._answer_stop is not None and not messages[-1].get("tool_calls"):
+            # Nothing marks the end, so a token can hold the answer's end and the beginning of what the template writes behind
+            # it (line breaks, mostly). Nobody generates that token: what comes next is not known yet.
+            closing = _closing_text(render, messages)
+            if closing and upto.text.endswith(closing):
+                content = stop = max(0, self._answer_stop(upto, len(closing)) - start)
         if content < stop and len(answer) - content <= LONGEST_CLOSING:
             self._closings.add(tuple(answer[content:]))
             self._ends.setdefault(answer[content], self._text_of(answer[content]) if self._text_of else "")
@@ -146,6 +157,14 @@ def _probed_end(
         plain = [render([*history, {"role": turn["role"], "content": probe}], False).ids() for probe in PROBES]
         closing = min(_common_suffix(*plain), _common_suffix(answer, plain[0]))
     return len(answer) - closing, len(answer) - closing
+
+
+def _closing_text(render: Render, messages: Messages) -> str:
+    """What the template writes behind an answer; empty where renderings have no text."""
+    *history, turn = messages
+    one, other = (render([*history, _with_answer(turn, probe)], False).text for probe in PROBES)
+    length = next((at for at, pair in enumerate(zip(one[::-1], other[::-1])) if pair[0] != pair[1]), 0)
+    return one[len(one) - length :]
 
 
 def _with_answer(turn: Mapping[str, Any], probe: str) -> dict[str, Any]:
