@@ -29,6 +29,7 @@ class ByteStream:
     def __init__(self, path: Path, size: int) -> None:
         self.fault: str | None = None
         self.position = 0  #: bytes given so far
+        self.consumed = 0  #: bytes of the file read so far, compressed as they are
         self._size = size
         self._path = path
         with path.open("rb") as file:
@@ -52,11 +53,6 @@ class ByteStream:
             self.position += len(piece)
             yield piece
 
-    @property
-    def consumed(self) -> int:
-        """Bytes of the file read so far, compressed as they are."""
-        return self._file.tell()
-
     def __enter__(self) -> ByteStream:
         return self
 
@@ -65,12 +61,13 @@ class ByteStream:
 
     def _fill(self, size: int) -> None:
         while len(self._waiting) < size:
-            step = next(self._steps, b"")
-            if not step:
+            found = next(self._steps, None)
+            if found is None:
                 return
+            step, self.consumed = found
             self._waiting += step
 
-    def _read(self) -> Generator[bytes, None, None]:
+    def _read(self) -> Generator[tuple[bytes, int], None, None]:
         steps = {"gzip": _gunzip, "zstd": _unzstd, "": _plain}[self._compression]
         try:
             yield from steps(self._path)
@@ -81,13 +78,16 @@ class ByteStream:
             self.fault = f"its {self._compression} data is damaged" if damaged else f"it cannot be read further ({error})"
 
 
-def _plain(path: Path) -> Iterator[bytes]:
+# Each gives (bytes, how far into the file it is).
+
+
+def _plain(path: Path) -> Iterator[tuple[bytes, int]]:
     with path.open("rb") as file:
         while step := file.read(STEP):
-            yield step
+            yield step, file.tell()
 
 
-def _gunzip(path: Path) -> Iterator[bytes]:
+def _gunzip(path: Path) -> Iterator[tuple[bytes, int]]:
     """Members one after another; not gzip.GzipFile, which loses what it has of a buffer when the data ends too early."""
     with path.open("rb") as file:
         waiting = file.read(STEP)
@@ -96,12 +96,12 @@ def _gunzip(path: Path) -> Iterator[bytes]:
             while not member.eof:
                 if not waiting and not (waiting := file.read(STEP)):
                     if rest := member.flush():
-                        yield rest
+                        yield rest, file.tell()
                     if not member.eof:
                         raise EOFError
                     break
                 if step := member.decompress(waiting, STEP):
-                    yield step
+                    yield step, file.tell()
                 waiting = member.unconsumed_tail
             # Zeros may fill the file up to a whole tape block.
             waiting = member.unused_data.lstrip(b"\0")
@@ -109,12 +109,12 @@ def _gunzip(path: Path) -> Iterator[bytes]:
                 waiting = waiting.lstrip(b"\0")
 
 
-def _unzstd(path: Path) -> Iterator[bytes]:
+def _unzstd(path: Path) -> Iterator[tuple[bytes, int]]:
     given = 0
     try:
-        for step in _zstd_steps(path, STEP):
+        for step, consumed in _zstd_steps(path, STEP):
             given += len(step)
-            yield step
+            yield step, consumed
     except OSError as error:
         # A read that fails loses what it had decompressed until then: read again up to there, and on byte by byte.
         try:
@@ -125,10 +125,10 @@ def _unzstd(path: Path) -> Iterator[bytes]:
             raise
 
 
-def _zstd_steps(path: Path, size: int, behind: int = 0) -> Iterator[bytes]:
+def _zstd_steps(path: Path, size: int, behind: int = 0) -> Iterator[tuple[bytes, int]]:
     """Decompressed bytes, ``size`` at a time, without the first ``behind``."""
     with pa.OSFile(str(path), "rb") as file, pa.CompressedInputStream(file, "zstd") as stream:
         for start in range(0, behind, STEP):
             stream.read(min(STEP, behind - start))
         while step := stream.read(size):
-            yield step
+            yield step, file.tell()
