@@ -40,7 +40,7 @@ __all__ = [
 
 #: A renderer checks this many of its first texts against the tokenizer's word on the whole, and then every n-th.
 FIRST_CHECKED = 32
-THEN_CHECKED = 64
+THEN_CHECKED = 256
 
 
 class TemplateRenderer:
