@@ -58,29 +58,47 @@ def tags_fault(
 ) -> str | None:
     """What is wrong with the tags of a turn, None when they say what its boundaries say.
 
-    The end-of-turn token and what the template writes after it may be tagged or not. A token that holds tagged characters and
-    others is taken as its neighbours are.
+    The end-of-turn token and what the template writes after it may be tagged or not, and so may a token that holds the
+    prompt's end and the answer's beginning.
 
     :param rendering: of a conversation that begins with the turn's own, as text and ids.
     :param tagged: (start, stop) of its tagged characters.
     """
-    ids = rendering.ids()
-    first, last = len(turn.upto), turn.start
-    covered: set[int] = set()
-    for start, stop in tagged:
-        begin = encode(rendering.text[:start]).common(rendering)
-        end = encode(rendering.text[:stop]).common(rendering)
-        if end > turn.start and begin < len(turn.upto):
-            first, last = min(first, begin), max(last, end)
-            covered.update(range(begin, end))
-    missing = [place for place in range(turn.start, turn.content) if place not in covered]
-    # One token before the start may be one that holds the prompt's end and the answer's beginning.
-    surplus = [place for place in covered if place < turn.start - 1 or place >= len(turn.upto)]
-    if not missing and not surplus:
+
+    def places_by_prefixes(start: int, stop: int) -> range:
+        return range(*(encode(rendering.text[:place]).common(rendering) for place in (start, stop)))
+
+    covered = _covered(turn, tagged, places_by_prefixes)
+    if _agree(turn, covered):
         return None
+    # A text cut within a word may end in other tokens than the whole has there, so this needs the tokens' own places.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        offsets = backend.encode(rendering.text, add_special_tokens=False).offsets
+
+        def places_by_offsets(start: int, stop: int) -> range:
+            holding = [place for place, (first, end) in enumerate(offsets) if first < stop and end > start]
+            return range(holding[0], holding[-1] + 1) if holding else range(0)
+
+        covered = _covered(turn, tagged, places_by_offsets)
+        if _agree(turn, covered):
+            return None
+    ids = rendering.ids()
     ours = tokenizer.decode(ids[turn.start : turn.stop])
     theirs = tokenizer.decode([ids[place] for place in sorted(covered)])
-    return f"they mark {_short(theirs)} where the turn's boundaries give {_short(ours)}"
+    return f"they mark {_short(theirs)}, and the rendering with and without the turn gives {_short(ours)}"
+
+
+def _covered(turn: Turn, tagged: list[tuple[int, int]], places: Callable[[int, int], range]) -> set[int]:
+    """Ids in the tagged stretches that reach into the turn."""
+    stretches = [places(start, stop) for start, stop in tagged]
+    return {place for stretch in stretches if stretch.stop > turn.start and stretch.start < len(turn.upto) for place in stretch}
+
+
+def _agree(turn: Turn, covered: set[int]) -> bool:
+    if not covered.issuperset(range(turn.start, turn.content)):
+        return False
+    return all(turn.start - 1 <= place < len(turn.upto) for place in covered)
 
 
 def _short(text: str, length: int = 80) -> str:

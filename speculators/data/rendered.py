@@ -9,11 +9,22 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from speculators.data.encoding import Encoded
+from speculators.data.role_order import role_order_fault
 from speculators.data.rows import Row
 from speculators.data.turns import Messages, Render, Turn, TurnFinder, UnstableHistoryError
 from speculators.errors import DataError
 
-__all__ = ["FoundRow", "History", "NothingSupervisedError", "RenderError", "Rendered", "Renderer", "find_rows"]
+__all__ = [
+    "FoundRow",
+    "FoundTurns",
+    "History",
+    "NothingSupervisedError",
+    "RenderError",
+    "Rendered",
+    "Renderer",
+    "find_rows",
+    "find_turns",
+]
 
 #: One row per conversation, one per assistant turn, or the first where the template keeps its history as generated.
 History = Literal["auto", "conversation", "turn"]
@@ -88,18 +99,29 @@ class FoundRow:
         return Rendered(ids, mask, len(self.turns), self.turns[0].index if len(self.turns) == 1 else -1)
 
 
-def find_rows(
-    render: Render,
-    messages: Messages,
-    finder: TurnFinder,
-    history: History,
-    last_turn_only: bool,
-    difference: Callable[[Encoded, Encoded], str],
-) -> list[FoundRow]:
-    """The rows of a conversation, from its renderings.
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundTurns:
+    """The assistant turns of a conversation that answer something."""
 
-    :param difference: (rendering, rendering) -> words that show where they part.
-    :raises RenderError: for a conversation that gives none.
+    messages: Messages  #: up to and with the last assistant turn; what follows it nobody answers
+    whole: Encoded  #: their rendering
+    turns: list[Turn]
+
+    def changed(self) -> Turn | None:
+        """The first turn that does not stand in the whole as it was generated."""
+        return next((turn for turn in self.turns if self.whole.common(turn.upto) < turn.stop), None)
+
+
+#: (rendering, rendering) -> words that show where they part
+Difference = Callable[[Encoded, Encoded], str]
+
+
+def find_turns(
+    render: Render, messages: Messages, finder: TurnFinder, difference: Difference, last_turn_only: bool = False
+) -> FoundTurns:
+    """The turns of a conversation, from its renderings.
+
+    :raises RenderError: without such turns, when the template refuses the messages, or rewrites them with every turn.
     """
     assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistants:
@@ -109,28 +131,51 @@ def find_rows(
     if not answers:
         raise NothingSupervisedError("nothing stands before the only assistant turn, so there is nothing that it answers")
     last = messages[: assistants[-1] + 1]
-    whole = render(last, False)  # first, so that the others can share its pieces
-    turns = []
-    for index in answers:
-        try:
+    turns: list[Turn] = []
+    index = answers[0]
+    try:
+        whole = render(last, False)  # first, so that the others can share its pieces
+        for index in answers:
             turns.append(finder.find(render, last, index, whole if index == len(last) - 1 else None))
-        except UnstableHistoryError as error:
-            reason = f"the template renders the messages before assistant turn {assistants.index(index) + 1} otherwise once it "
-            reason += f"stands behind them ({difference(error.before, error.after)}), so no row of it is what it was generated"
-            reason += " from; use a template that keeps its history"
-            raise RenderError("unstable_template", reason) from None
-    changed = next((turn for turn in turns if whole.common(turn.upto) < turn.stop), None)
+    except UnstableHistoryError as error:
+        reason = (
+            f"the template renders what stands before assistant turn {assistants.index(index) + 1} otherwise when the turn "
+        )
+        reason += f"follows ({difference(error.before, error.after)}), so the turn answers something that the verifier is "
+        raise RenderError("unstable_template", reason + "never given; use another chat template") from None
+    except RenderError as error:
+        fault = role_order_fault([dict(message) for message in messages]) if error.outcome == "template_refused" else None
+        if fault is None:
+            raise
+        raise RenderError("role_order", f"{fault} ({error})") from error
+    return FoundTurns(last, whole, turns)
+
+
+def find_rows(
+    render: Render,
+    messages: Messages,
+    finder: TurnFinder,
+    history: History,
+    last_turn_only: bool,
+    difference: Difference,
+) -> list[FoundRow]:
+    """The rows of a conversation, from its renderings.
+
+    :raises RenderError: for a conversation that gives none.
+    """
+    found = find_turns(render, messages, finder, difference, last_turn_only)
+    changed = found.changed()
     if history == "conversation" and changed is not None:
-        reason = f"the template renders assistant turn {assistants.index(changed.index) + 1} otherwise once others follow "
-        reason += f"({difference(changed.upto, whole)}); use one row per turn"
+        ordinal = sum(message["role"] == "assistant" for message in messages[: changed.index + 1])
+        reason = f"the template renders assistant turn {ordinal} otherwise once others follow "
+        reason += f"({difference(changed.upto, found.whole)}); use one row per turn"
         raise RenderError("unstable_template", reason)
+    supervised = [turn for turn in found.turns if turn.stop > turn.start]
+    if not supervised:
+        raise NothingSupervisedError(_why_nothing(messages, found.turns))
     if history == "turn" or changed is not None:
-        rows = [FoundRow(messages[: turn.index + 1], turn.upto, [turn]) for turn in turns if turn.stop > turn.start]
-    else:
-        rows = [FoundRow(last, whole, [turn for turn in turns if turn.stop > turn.start])]
-    if not any(row.turns for row in rows):
-        raise NothingSupervisedError(_why_nothing(messages, turns))
-    return rows
+        return [FoundRow(messages[: turn.index + 1], turn.upto, [turn]) for turn in supervised]
+    return [FoundRow(found.messages, found.whole, supervised)]
 
 
 def _why_nothing(messages: Messages, turns: Sequence[Turn]) -> str:

@@ -17,7 +17,16 @@ from jinja2 import TemplateError
 
 from speculators.data.encoding import Encoded, PieceEncoder, PieceMismatchError, runs_own_code
 from speculators.data.generation_tags import has_generation_tags, tagged_characters, tags_fault
-from speculators.data.rendered import FoundRow, History, NothingSupervisedError, Rendered, Renderer, RenderError, find_rows
+from speculators.data.rendered import (
+    FoundRow,
+    History,
+    NothingSupervisedError,
+    Rendered,
+    Renderer,
+    RenderError,
+    find_rows,
+    find_turns,
+)
 from speculators.data.rows import Row
 from speculators.data.tokenizer_checks import special_ids
 from speculators.data.turns import Messages, Turn, TurnFinder
@@ -116,12 +125,12 @@ class _Template:
     def render(self, messages: Messages, generate: bool) -> Encoded:
         text = self._apply(messages, generate, False)
         encoder = self.renderer._encoder
-        if encoder is None:
-            return Encoded([list(self._apply(messages, generate, True))], text)
         try:
+            if encoder is None:
+                return Encoded([list(self._apply(messages, generate, True))], text)
             encoded = encoder.encode(text, self._like)
         except (TypeError, ValueError) as error:
-            raise RenderError("template_refused", f"the tokenizer refuses the conversation ({error}); leave it out") from error
+            raise RenderError("unreadable", f"the tokenizer cannot encode the text ({_text_fault(text, error)})") from error
         self._like = self._like or encoded
         count = self.renderer._encoded
         self.renderer._encoded += 1
@@ -178,6 +187,12 @@ def _apply(tokenizer: Any, messages: Messages, generate: bool, tokenize: bool, t
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"the chat template refuses the conversation ({error}); leave it out or change its messages"
         raise RenderError("template_refused", reason) from error
+
+
+def _text_fault(text: str, error: Exception) -> str:
+    """Why a text has no ids."""
+    half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+    return str(error) if half is None else f"it holds U+{ord(half):X}, half of a character; repair or remove it"
 
 
 def _finder(tokenizer: Any, eos_ids: Collection[int]) -> TurnFinder:
@@ -278,17 +293,14 @@ def render_conversation(
     :param eos_ids: end-of-turn ids besides the tokenizer's ``eos_token_id`` (those of the generation config).
     :raises DataError: as :func:`render_prompt`, and when nothing would be supervised.
     """
-    rows = TemplateRenderer(tokenizer, eos_ids=eos_ids, history="turn", tags="ignore", pieces=False).rows
-    template_rows = rows(messages, tools, options)
-    last = template_rows[-1]
-    mask = np.zeros(len(last.input_ids), dtype=bool)
-    counted = 0
-    for row in template_rows:
-        stop = int(np.flatnonzero(row.loss_mask)[-1]) + 1
-        if np.array_equal(row.input_ids[:stop], last.input_ids[:stop]):
-            mask[:stop] |= row.loss_mask[:stop]
-            counted += 1
-    return Rendered(last.input_ids, mask, counted, last.turn if counted == 1 else -1)
+    template = _Template(TemplateRenderer(tokenizer, pieces=False), tools, options)
+    found = find_turns(template.render, messages, _finder(tokenizer, eos_ids), template.difference)
+    kept = [turn for turn in found.turns if turn.start < turn.stop <= found.whole.common(turn.upto)]
+    if not kept:
+        raise NothingSupervisedError(
+            "nothing in the conversation is supervised; its answers are empty, or the template drops them"
+        )
+    return FoundRow(found.messages, found.whole, kept).rendered()
 
 
 def render_rows(

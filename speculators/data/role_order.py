@@ -36,7 +36,7 @@ def role_order_fault(messages: list[Message]) -> str | None:
 
 def _calls(message: Message) -> bool:
     # Data for older templates writes calls into the text, in one of many notations, all with braces or tags.
-    return bool(message.get("tool_calls")) or any(mark in message["content"] for mark in "{<")
+    return bool(message.get("tool_calls")) or any(mark in (message.get("content") or "") for mark in "{<")
 
 
 def merge_roles(messages: list[Message]) -> list[Message]:
