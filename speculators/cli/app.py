@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from speculators.cli.arguments import MultiValueCommand
+from speculators.cli.arguments import ListsCommand, MultiValueCommand
+from speculators.cli.build_vocab import build_vocab
 from speculators.cli.convert import convert
 from speculators.cli.doctor import doctor
 from speculators.cli.evaluate import evaluate
@@ -74,6 +75,7 @@ def _prepare_data(context: typer.Context) -> None:
 
 
 app.command("inspect-data", cls=MultiValueCommand)(inspect_data)
+app.command("build-vocab", cls=ListsCommand)(build_vocab)
 
 
 @app.command("train", context_settings=_OWN_ARGUMENTS, add_help_option=False)

@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 from speculators.errors import ConfigError
 
-__all__ = ["MultiValueCommand", "parse_counts", "parse_numbers", "repeat_flag"]
+__all__ = ["ListsCommand", "MultiValueCommand", "parse_counts", "parse_numbers", "repeat_flag", "spread_lists"]
 
 #: Flags of ``evaluate`` and ``inspect-data`` that take one or more integers.
 MULTI_VALUE_FLAGS = ("--num-speculative-tokens", "--rows")
@@ -34,6 +34,19 @@ def repeat_flag(arguments: Sequence[str], flag: str) -> list[str]:
         while index < len(arguments) and (index == first or _is_counts(arguments[index])):
             result.extend([arguments[index]] if index == first else [flag, arguments[index]])
             index += 1
+    return result
+
+
+def spread_lists(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Rewrite ``flag a b`` as ``flag a flag b``, for a command that has no positional arguments."""
+    result: list[str] = []
+    current: str | None = None
+    for argument in arguments:
+        if current is not None and not argument.startswith("-") and result[-1] != current:
+            result.append(current)
+        elif argument.startswith("-"):
+            current = argument if argument in flags else None
+        result.append(argument)
     return result
 
 
@@ -75,3 +88,11 @@ class MultiValueCommand(TyperCommand):
         for flag in MULTI_VALUE_FLAGS:
             args = repeat_flag(args, flag)
         return super().parse_args(ctx, args)
+
+
+class ListsCommand(TyperCommand):
+    """A command without positional arguments, whose repeatable flags also take several values after one flag."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = [name for option in self.params if getattr(option, "multiple", False) for name in option.opts]
+        return super().parse_args(ctx, spread_lists(args, flags))

@@ -30,12 +30,14 @@ __all__ = [
     "MappingOrigin",
     "MappingRecord",
     "find_mapping_files",
+    "keep_mapping",
     "load_mapping",
     "load_mapping_files",
     "mapping_beside",
     "mapping_for",
     "read_record",
     "save_mapping",
+    "source_hash",
 ]
 
 #: Tables in a folder: of this size, or - as older releases of upstream name them - of any.
@@ -230,25 +232,27 @@ def mapping_for(
         tokens=tokens,
         mandatory=tuple(sorted(set(mandatory_ids))),
     )
-    if not holds(folder, mapping, origin):
-        save_mapping(folder, mapping, origin)
+    keep_mapping(folder, mapping, origin)
     return mapping
 
 
-def _origin(record: MappingRecord) -> MappingOrigin:
-    return MappingOrigin.model_validate(record.model_dump(include=set(MappingOrigin.model_fields)))
+def keep_mapping(folder: str | Path, mapping: VocabularyMapping, origin: MappingOrigin) -> MappingRecord:
+    """:func:`save_mapping`, unless ``folder`` holds this very mapping already, intact and with this origin."""
+    known = read_record(folder, mapping.draft_vocab_size)
+    if known is not None and _holds(folder, mapping, origin, known):
+        return known
+    return save_mapping(folder, mapping, origin)
 
 
-def holds(folder: str | Path, mapping: VocabularyMapping, origin: MappingOrigin) -> bool:
-    """Whether ``folder`` holds this very mapping already, intact and with this origin."""
-    size = mapping.draft_vocab_size
-    record = read_record(folder, size)
-    if record is None or record.hash != mapping.hash or _origin(record) != origin:
+def _holds(folder: str | Path, mapping: VocabularyMapping, origin: MappingOrigin, record: MappingRecord) -> bool:
+    known = MappingOrigin.model_validate(record.model_dump(include=set(MappingOrigin.model_fields)))
+    if record.hash != mapping.hash or known != origin:
         return False
+    size = mapping.draft_vocab_size
     try:
-        pairs = (_names(size), (record.d2t, record.t2d))
         tables = [
-            load_mapping_files(Path(folder) / d2t, Path(folder) / t2d, size, mapping.verifier_vocab_size) for d2t, t2d in pairs
+            load_mapping_files(Path(folder) / d2t, Path(folder) / t2d, size, mapping.verifier_vocab_size)
+            for d2t, t2d in (_names(size), (record.d2t, record.t2d))
         ]
     except DataError:
         return False

@@ -13,7 +13,7 @@ import numpy as np
 from speculators.data.rows import DataManifest, RowDataset
 from speculators.data.token_counts import TOKEN_FREQUENCIES, StaleCountsError, count_tokens, load_counts
 from speculators.data.vocabulary import VocabularyMapping, build_mapping
-from speculators.data.vocabulary_files import load_mapping_files
+from speculators.data.vocabulary_files import load_mapping_files, mapping_beside
 from speculators.errors import ConfigError
 from speculators.models.family import DraftModelConfig
 from speculators.train.config.model import TrainConfig
@@ -35,8 +35,9 @@ def choose_mapping(
 ) -> VocabularyMapping | None:
     """Mapping of the pruned draft vocabulary; None for the whole vocabulary.
 
-    Files named by ``--d2t-path`` and ``--t2d-path`` win. Otherwise ``--draft-vocab-size`` most frequent ids are kept, counted
-    by ``--token-freq-path``, by the ``token_freq.pt`` of these rows beside them, or from the training rows themselves.
+    Files named by ``--d2t-path`` and ``--t2d-path`` win. Otherwise there is ``--draft-vocab-size``: the mapping of this size
+    that build-vocab made for these rows and left beside them, else the most frequent ids, counted by ``--token-freq-path``
+    (which goes before the mapping), by the ``token_freq.pt`` of these rows beside them, or from the training rows themselves.
 
     :param start: config of ``--from-pretrained``: its vocabulary's size is kept, and its mapping is used when it has weights.
     :raises ConfigError: when the size does not fit, or there is nothing to count.
@@ -56,6 +57,11 @@ def choose_mapping(
         return None
     if size == vocab_size:
         return None
+    if draft.token_freq_path is None and dataset is not None and dataset.path is not None:
+        made = mapping_beside(dataset.path, size, vocab_size, dataset.fingerprint)
+        if made is not None:
+            logger.info("the draft vocabulary is the one that build-vocab made for these rows in %s", dataset.path)
+            return made
     return build_mapping(_counts(config, vocab_size, dataset, train_ids), size, vocab_size, mandatory_ids=eos_ids)
 
 
