@@ -17,6 +17,7 @@ from speculators.data import (
     save_mapping,
     save_token_frequencies,
 )
+from speculators.data.vocabulary_files import MappingOrigin
 from speculators.errors import ConfigError, DataError
 from speculators.train.config import TrainConfig
 from speculators.train.vocabulary import choose_mapping, choose_mask_token
@@ -90,6 +91,34 @@ def test_a_mapping_left_in_the_folder_is_not_picked_up_unasked(tmp_path: Path) -
     assert kept(draft_vocab_size=2, data_path=str(tmp_path)) == [2, 7]
     assert kept(draft_vocab_size=2, data_path=str(tmp_path), **files) == [3, 4]
     assert kept(data_path=str(tmp_path), **files) == [3, 4]
+
+
+def test_a_mapping_that_was_made_for_these_rows_is_used(tmp_path: Path) -> None:
+    rows = RowDataset.save(tmp_path, ROWS, DataManifest())
+    settings: dict[str, Any] = {"draft_vocab_size": 4, "data_path": str(tmp_path)}
+    mapping = build_mapping(some_counts(), 4, VOCAB)
+    for sources, expected in ((("other",), [0, 2, 5, 7]), ((), [0, 2, 5, 7]), (("other", rows.fingerprint), [0, 8, 9, 10])):
+        save_mapping(tmp_path, mapping, MappingOrigin(sources=sources))
+        assert kept(rows, **settings) == expected
+    # Rows in memory have no folder to look into, another size has no mapping, and counts that are named go before it.
+    assert kept(ROWS, **settings) == [0, 2, 5, 7]
+    assert kept(rows, draft_vocab_size=3, data_path=str(tmp_path)) == [2, 5, 7]
+    save_token_frequencies(tmp_path / "other.pt", some_counts())
+    assert kept(rows, **settings, token_freq_path=str(tmp_path / "other.pt")) == [2, 8, 9, 10]
+    # Tables that were swapped since are no mapping of these rows.
+    for table, other in (("d2t", build_mapping(some_counts(), 4, VOCAB, [1]).d2t), ("t2d", mapping.t2d)):
+        (tmp_path / f"{table}-4.npy").unlink()
+        np.save(tmp_path / f"{table}-4.npy", other)
+    with pytest.raises(DataError, match="do not describe the same ids"):
+        kept(rows, **settings)
+
+
+def test_a_size_without_anything_to_count_is_an_error() -> None:
+    config = TrainConfig.from_flat(
+        speculator_type="dspark", verifier_name_or_path="v", draft_vocab_size=4, data_path="/nowhere"
+    )
+    with pytest.raises(ConfigError, match="--draft-vocab-size needs token counts"):
+        choose_mapping(config, vocab_size=VOCAB, eos_ids=(2,), dataset=None, train_ids=None)
 
 
 class Tokenizer(SimpleNamespace):
