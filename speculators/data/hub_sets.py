@@ -36,8 +36,10 @@ class HubSet:
     def parse(cls, text: str) -> HubSet:
         """Of ``hf:ID``, ``hf:ID:SPLIT`` or ``hf:ID:SUBSET:SPLIT``.
 
-        :raises ConfigError: for any other text.
+        :raises ConfigError: for any other text, and for a slice of a split, which a stream cannot take.
         """
+        if text.endswith("]"):
+            raise ConfigError(f"{text!r} names a part of a split; name all of it and say how many rows with --max-samples")
         name, *suffixes = text.removeprefix("hf:").split(":")
         if not name or len(suffixes) > 2:
             raise ConfigError(f"{text!r} is no data set of a hub; write hf:ID, hf:ID:SPLIT or hf:ID:SUBSET:SPLIT")
@@ -61,7 +63,7 @@ def _reaching(what: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{what} was not found ({last_line(error)}); check the name, the network and your token") from error
     except (OSError, ValueError, LookupError, RuntimeError, ImportError, DatasetsError) as error:
-        raise DataError(f"{what} cannot be read ({last_line(error)}); check its name, subset and split") from error
+        raise DataError(f"{what} cannot be read ({last_line(error)}); check how it is named") from error
 
 
 def download_file(address: str) -> Path:
@@ -71,7 +73,6 @@ def download_file(address: str) -> Path:
     :raises DataError: when it is not in the cache and cannot be downloaded.
     """
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError
 
     organisation, _, rest = address.removeprefix(FILE_PREFIX).partition("/")
     name, _, file = rest.partition("/")
@@ -79,11 +80,8 @@ def download_file(address: str) -> Path:
         forms = f"{FILE_PREFIX}ORG/NAME/FILE, or hf:ORG/NAME for all of it"
         raise ConfigError(f"{address!r} is no file of a data set; write {forms}")
     name, _, revision = name.partition("@")
-    try:
-        with _reaching(f"the file {address}"):
-            return Path(hf_hub_download(f"{organisation}/{name}", file, repo_type="dataset", revision=revision or None))
-    except HFValidationError as error:
-        raise ConfigError(f"{address!r} is no file of a data set ({last_line(error)}); correct it") from error
+    with _reaching(f"the file {address}"):
+        return Path(hf_hub_download(f"{organisation}/{name}", file, repo_type="dataset", revision=revision or None))
 
 
 def hub_state(hub: HubSet) -> str:
