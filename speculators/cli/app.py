@@ -20,6 +20,7 @@ from speculators.cli.doctor import doctor
 from speculators.cli.evaluate import evaluate
 from speculators.cli.inspect_data import inspect_data
 from speculators.cli.quickstart import quickstart
+from speculators.cli.regenerate_responses import regenerate_responses
 from speculators.cli.stitch_mtp import stitch_mtp_command
 from speculators.cli.tensors import tensors
 from speculators.errors import SpeculatorsError
@@ -76,6 +77,7 @@ def _prepare_data(context: typer.Context) -> None:
 
 app.command("inspect-data", cls=MultiValueCommand)(inspect_data)
 app.command("build-vocab", cls=ListsCommand)(build_vocab)
+app.command("regenerate-responses")(regenerate_responses)
 
 
 @app.command("train", context_settings=_OWN_ARGUMENTS, add_help_option=False)

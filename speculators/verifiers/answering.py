@@ -74,6 +74,10 @@ class AnswerEngine(Protocol):
     def tokens(self) -> int:
         """Tokens generated so far, those of unfinished answers included as far as they are known."""
 
+    @property
+    def origin(self) -> dict[str, str]:
+        """Where answers come from, for the record of each: ``verifier``, or ``endpoint`` and ``model``."""
+
     def describe(self) -> dict[str, Any]:
         """What the answers depend on besides the questions: runs that say the same may be mixed."""
 

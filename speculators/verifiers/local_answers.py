@@ -44,6 +44,10 @@ class LocalEngine:
     def tokens(self) -> int:
         return self._generation.tokens
 
+    @property
+    def origin(self) -> dict[str, str]:
+        return {"verifier": self.verifier.name}
+
     def describe(self) -> dict[str, Any]:
         return {"verifier": self.verifier.hash, "dtype": str(self.verifier.dtype).removeprefix("torch.")}
 
