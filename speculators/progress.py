@@ -40,14 +40,14 @@ class Bar:
 @contextmanager
 def bar(
     label: str,
-    total: float,
+    total: float | None,
     *,
     shown: bool = True,
     passing: bool = False,
     share: bool = False,
     console: Console | None = None,
 ) -> Iterator[Bar]:
-    """A bar of ``total`` units while the body runs.
+    """A bar of ``total`` units while the body runs; of None, when nobody knows how many.
 
     :param shown: False for a bar that does nothing, as on all processes but the main one.
     :param passing: take the bar away when it is full.

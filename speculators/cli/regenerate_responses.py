@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,24 +18,36 @@ __all__ = ["regenerate_responses"]
 
 SAMPLING = "Sampling"
 LOCAL = "In process"
+SERVER = "By a server"
 
 
 def regenerate_responses(
     *,
-    dataset: Annotated[str, typer.Option(help="File or folder of conversations.")],
-    verifier: Annotated[
-        str | None, typer.Option(help="Folder of the verifier, to answer in this process.", show_default=False)
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="OpenAI-compatible server to answer, such as http://127.0.0.1:8000/v1.", show_default=False),
     ] = None,
+    verifier: Annotated[
+        str | None, typer.Option(help="Folder of the verifier, to answer in this process instead.", show_default=False)
+    ] = None,
+    dataset: Annotated[
+        str, typer.Option(help="File or folder of conversations, hf:ID[:SUBSET[:SPLIT]], or a preset such as sharegpt.")
+    ] = "ultrachat",
+    split: Annotated[str | None, typer.Option(help="Of a data set on a hub.", show_default=False)] = None,
+    subset: Annotated[str | None, typer.Option(help="Of a data set on a hub.", show_default=False)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most conversations to answer.", show_default=False)] = None,
+    language_filter: Annotated[
+        str | None, typer.Option(help="Only records whose `language` is this.", show_default=False)
+    ] = None,
     outfile: Annotated[
         Path | None, typer.Option(help="JSON Lines file of rows; by default DATASET_MODEL.jsonl.", show_default=False)
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on behind the rows of --outfile even if they were made with other settings.")
+        bool,
+        typer.Option("--resume", help="Go on behind the rows of --outfile even if other settings or data made them."),
     ] = False,
-    language_filter: Annotated[
-        str | None, typer.Option(help="Only records whose `language` is this.", show_default=False)
-    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Answers under way at once.")] = 64,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the verifier's folder.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 8192,
     on_length: Annotated[
         str, typer.Option(help="What becomes of answers that the limit cuts: keep or drop.", rich_help_panel=SAMPLING)
@@ -57,11 +71,38 @@ def regenerate_responses(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all draws.", rich_help_panel=SAMPLING)] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Conversations answered at once.", rich_help_panel=LOCAL)] = 64,
     device: Annotated[
         str | None, typer.Option(help="Where the verifier runs, such as cuda:1.", rich_help_panel=LOCAL, show_default=False)
     ] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the verifier's folder.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="The server's name of the model; its only one if left out.", rich_help_panel=SERVER, show_default=False
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of the model's tokenizer, if the server does not name it.", rich_help_panel=SERVER, show_default=False
+        ),
+    ] = None,
+    max_retries: Annotated[
+        int | None, typer.Option(min=0, help="Further tries of a request; 3.", rich_help_panel=SERVER, show_default=False)
+    ] = None,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Seconds that an answer may take; 1800.", rich_help_panel=SERVER, show_default=False),
+    ] = None,
+    allow_retokenized: Annotated[
+        bool,
+        typer.Option(
+            "--allow-retokenized", help="Take text from a server without token ids, and tokenise it.", rich_help_panel=SERVER
+        ),
+    ] = False,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(help="Environment variable that holds the server's key.", rich_help_panel=SERVER, show_default=False),
+    ] = None,
 ) -> None:
     """Let the verifier answer every assistant turn of conversations again, and write its answers as rows to train on.
 
@@ -70,12 +111,21 @@ def regenerate_responses(
     from speculators.errors import ConfigError
     from speculators.pipelines.regenerate import regenerate
     from speculators.pipelines.regenerate_inputs import open_records
-    from speculators.pipelines.regenerate_settings import RegenerateSettings, parse_distribution, parse_sampling
+    from speculators.pipelines.regenerate_settings import (
+        RegenerateSettings,
+        effort_of,
+        parse_distribution,
+        parse_sampling,
+        temperature_of,
+    )
 
     if on_length not in ("keep", "drop"):
         raise ConfigError(f"--on-length is {on_length}; give keep or drop")
-    if verifier is None:
-        raise ConfigError("nobody is there to answer; give --verifier, the folder of a model")
+    if (endpoint is None) == (verifier is None):
+        raise ConfigError(
+            "give either --endpoint, the address of a server such as http://127.0.0.1:8000/v1, or --verifier, the folder of a "
+            "model to answer in this process"
+        )
     sampling, further = parse_sampling(sampling_params)
     if temperature is not None and "temperature" in sampling.model_fields_set:
         raise ConfigError("--sampling-params and --temperature both give a temperature; leave one out")
@@ -83,27 +133,45 @@ def regenerate_responses(
         max_tokens=max_tokens,
         sampling=sampling,
         further=further,
-        temperature=None if temperature is None else parse_distribution(temperature, "--temperature", _temperature),
-        reasoning_effort=None
-        if reasoning_effort is None
-        else parse_distribution(reasoning_effort, "--reasoning-effort", _nonempty),
+        temperature=parse_distribution(temperature, "--temperature", temperature_of),
+        reasoning_effort=parse_distribution(reasoning_effort, "--reasoning-effort", effort_of),
         seed=seed,
         drop_cut=on_length == "drop",
         language=language_filter,
         limit=limit,
     )
-    records = open_records(dataset)
-    engine, tokenizer = _local(verifier, batch_size, device, trust_remote_code)
-    place = outfile or Path(f"{_name(dataset)}_{_name(verifier)}.jsonl")
+    records = open_records(dataset, split, subset)
+    engine: AnswerEngine
+    if verifier is not None:
+        given = {
+            "--model": model,
+            "--tokenizer": tokenizer,
+            "--max-retries": max_retries,
+            "--request-timeout": request_timeout,
+            "--allow-retokenized": allow_retokenized or None,
+            "--api-key-env": api_key_env,
+        }
+        _refuse_given(given, "a server (--endpoint)")
+        if further:
+            raise ConfigError(
+                f"--sampling-params names {', '.join(sorted(further))}, which only servers know; the in-process verifier takes "
+                "temperature, top_k and top_p"
+            )
+        engine, loaded = _local(verifier, concurrency, device, trust_remote_code)
+    else:
+        _refuse_given({"--device": device}, "an in-process verifier (--verifier)")
+        server = _Server(str(endpoint), model, concurrency, max_retries, request_timeout, allow_retokenized, api_key_env)
+        engine, loaded = _remote(server, tokenizer, trust_remote_code)
+    place = outfile or Path(f"{_name(dataset)}_{_name(loaded.name)}.jsonl")
     try:
         report = regenerate(
             records,
             engine,
-            tokenizer.tokenizer,
+            loaded.tokenizer,
             place,
             settings,
-            eos_ids=tokenizer.eos_ids,
-            hashes={"tokenizer": tokenizer.hash, "template": tokenizer.template_hash},
+            eos_ids=loaded.eos_ids,
+            hashes={"tokenizer": loaded.hash, "template": loaded.template_hash},
             resume=resume,
         )
     finally:
@@ -111,6 +179,14 @@ def regenerate_responses(
     typer.echo(f"{place}:")
     for line in report.lines():
         typer.echo(line)
+
+
+def _refuse_given(flags: Mapping[str, Any], owner: str) -> None:
+    from speculators.errors import ConfigError
+
+    for flag, value in flags.items():
+        if value is not None:
+            raise ConfigError(f"{flag} is for {owner}; leave it out")
 
 
 def _local(verifier: str, batch_size: int, device: str | None, trust_remote_code: bool) -> tuple[AnswerEngine, LoadedTokenizer]:
@@ -122,18 +198,47 @@ def _local(verifier: str, batch_size: int, device: str | None, trust_remote_code
     return LocalEngine(loaded, batch_size), load_tokenizer(verifier, trust_remote_code)
 
 
-def _temperature(text: str) -> float:
-    from speculators.sampling import SamplingParams
+class _Server(NamedTuple):
+    endpoint: str
+    model: str | None
+    concurrency: int
+    max_retries: int | None
+    request_timeout: float | None
+    allow_retokenized: bool
+    api_key_env: str | None
 
-    return SamplingParams(temperature=float(text)).temperature
 
+def _remote(server: _Server, tokenizer: str | None, trust_remote_code: bool) -> tuple[AnswerEngine, LoadedTokenizer]:
+    from speculators.data.tokenizers import load_tokenizer
+    from speculators.errors import ConfigError, VerifierError
+    from speculators.verifiers.server_answers import MAX_RETRIES, REQUEST_SECONDS, ServerEngine
 
-def _nonempty(text: str) -> str:
-    if not text.strip():
-        raise ValueError("an empty value")
-    return text
+    key = None
+    if server.api_key_env is not None:
+        key = os.environ.get(server.api_key_env)
+        if not key:
+            raise ConfigError(f"the environment variable {server.api_key_env} of --api-key-env is not set; set it to the key")
+    engine = ServerEngine(
+        server.endpoint,
+        server.model,
+        concurrency=server.concurrency,
+        max_retries=MAX_RETRIES if server.max_retries is None else server.max_retries,
+        timeout=server.request_timeout or REQUEST_SECONDS,
+        allow_retokenized=server.allow_retokenized,
+        api_key=key,
+    )
+    try:
+        loaded = load_tokenizer(tokenizer or engine.root, trust_remote_code)
+    except VerifierError as error:
+        engine.close()
+        if tokenizer is not None:
+            raise
+        raise VerifierError(f"the server's model is {engine.root}, and {error}; name its folder with --tokenizer") from error
+    engine.eos_ids = loaded.eos_ids
+    return engine, loaded
 
 
 def _name(place: str) -> str:
     """The last part of a path or hub id, as part of a file's name."""
-    return re.sub(r"[^\w.-]+", "-", Path(place.rstrip("/").split("/")[-1]).stem) or "answers"
+    last = re.sub(r"\.(jsonl?|ndjson|parquet)(\.\w+)?$", "", place.rstrip("/").split("/")[-1])
+    return re.sub(r"[^\w.-]+", "-", last).strip("-") or "answers"

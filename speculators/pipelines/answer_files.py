@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from speculators.errors import ConfigError, DataError
-from speculators.files import naming, read_json, sweep_temporaries, write_text_atomically
+from speculators.files import naming, read_json, sweep_temporaries, write_text_atomically, writing
 
 __all__ = ["AnswerFiles", "check_settings", "errors_file", "run_file"]
 
@@ -36,18 +36,21 @@ def run_file(outfile: Path) -> Path:
     return outfile.with_name(f"{outfile.stem}.run.json")
 
 
-def check_settings(outfile: Path, fixed: Mapping[str, Any], settings: Mapping[str, Any], *, resume: bool) -> bool:
-    """Whether a run goes on behind the rows of an earlier one; writes the settings down.
+def check_settings(
+    outfile: Path, fixed: Mapping[str, Any], settings: Mapping[str, Any], sources: Mapping[str, str], *, resume: bool
+) -> None:
+    """See whether a run may go on behind the rows of an earlier one, and write its settings down.
 
     :param fixed: what may never differ between rows of one file: verifier, tokenizer, template.
     :param settings: what may differ if the user says so.
+    :param sources: name -> hash of the data; the names may differ.
     :param resume: they say so.
     :raises ConfigError: for rows of another verifier, of other settings, or of nobody knows what.
     """
     place = run_file(outfile)
-    now = json.loads(json.dumps({"fixed": fixed, "settings": settings}))  # as it will be read again
-    goes_on = outfile.exists() and outfile.stat().st_size > 0
-    if goes_on:
+    compared = {**settings, "data": list(sources.values())}
+    now = json.loads(json.dumps({"fixed": fixed, "settings": compared, "sources": sources}))  # as it will be read again
+    if outfile.exists() and outfile.stat().st_size > 0:
         try:
             before = read_json(place)
             fixed_before, settings_before = before["fixed"], before["settings"]
@@ -64,8 +67,9 @@ def check_settings(outfile: Path, fixed: Mapping[str, Any], settings: Mapping[st
                 f"{outfile} was begun with other settings ({names}); give the same ones, pass --resume to go on with these, "
                 "or choose another --outfile"
             )
-    write_text_atomically(place, json.dumps(now, indent=2, ensure_ascii=False) + "\n")
-    return goes_on
+    with writing(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(place, json.dumps(now, indent=2, ensure_ascii=False) + "\n")
 
 
 def _differing(before: Any, now: Mapping[str, Any]) -> list[str]:

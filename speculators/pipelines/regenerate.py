@@ -10,17 +10,19 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from speculators.data.answer_text import call_names, message_of_answer
-from speculators.data.prompts import parse_conversation
+from speculators.data.answer_text import call_names
+from speculators.data.conversations import Conversation, parse_conversation, record_id
 from speculators.data.rendering import render_prompt
 from speculators.errors import ConfigError, DataError
 from speculators.files import locked_place
 from speculators.pipelines.answer_files import AnswerFiles, check_settings
+from speculators.pipelines.answer_rows import GivenAnswer, RowMaker
 from speculators.pipelines.dialogue import Dialogue
 from speculators.pipelines.regenerate_report import ENDS, QUIET_ENDS, RegenerationReport
 from speculators.pipelines.regenerate_settings import RegenerateSettings, seed_of, uniform_of
@@ -29,9 +31,6 @@ from speculators.verifiers.answering import Answer, AnswerEngine, Chat, Failure,
 
 __all__ = ["Records", "Regeneration", "regenerate"]
 
-#: Keys under which records name themselves.
-_ID_KEYS = ("primary_id", "conversation_id", "id", "uuid")
-
 
 @dataclass(frozen=True, slots=True)
 class Records:
@@ -39,7 +38,7 @@ class Records:
 
     records: Iterable[tuple[str, int, Any]]
     sources: Mapping[str, str]  #: name -> hash
-    total: int  #: records, for the progress bar
+    total: int | None  #: records, for the progress bar; None when it is not known
 
 
 def regenerate(
@@ -66,8 +65,8 @@ def regenerate(
     _check_template(tokenizer, settings)
     with locked_place(outfile, "--outfile"):
         fixed = {**engine.describe(), **(hashes or {})}
-        check_settings(outfile, fixed, {**settings.record(), "sources": dict(inputs.sources)}, resume=resume)
-        with AnswerFiles(outfile) as files, bar("conversations", inputs.total, shown=progress) as shown:
+        check_settings(outfile, fixed, settings.record(), inputs.sources, resume=resume)
+        with AnswerFiles(outfile) as files, bar("records", inputs.total, shown=progress) as shown:
             job = Regeneration(engine, tokenizer, files, settings, eos_ids)
             report = job.run(inputs.records, shown)
     if not report.records:
@@ -93,17 +92,30 @@ def _template(tokenizer: Any) -> str:
     return template if isinstance(template, str) else json.dumps(template)
 
 
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A conversation whose next answer is with the engine."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Talk:
+    """A conversation that is being answered."""
 
     primary_id: str
-    source: str
-    index: int
+    record: Conversation
     dialogue: Dialogue
-    tools: list[Any] | None
-    question: Question | None = None
-    said: dict[str, Any] = field(default_factory=dict)  # sampling parameters of the question, for the row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A question of a conversation."""
+
+    talk: _Talk
+    question: Question
+    said: Mapping[str, Any]  #: its sampling parameters, for the row
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a conversation ended."""
+
+    outcome: str  #: key of :data:`ENDS`
+    reason: str = ""
 
 
 class Regeneration:
@@ -116,78 +128,81 @@ class Regeneration:
         self.tokenizer = tokenizer
         self.files = files
         self.settings = settings
-        self._template = _template(tokenizer)
-        self._eos_ids = frozenset(eos_ids)
+        self._rows = RowMaker(tokenizer, eos_ids, _template(tokenizer))
         self._ends: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()  # answers without a row: dropped, error
         self._contents: dict[str, bytes] = {}  # primary id -> digest of the record it was first seen on
-        self._open: dict[int, _Open] = {}
-        self._begun = 0
+        self._open: dict[Hashable, _Asked] = {}
+        self._numbers = count()
 
     def run(self, records: Iterable[tuple[str, int, Any]], shown: Bar) -> RegenerationReport:
         """Answer everything."""
         began = time.monotonic()
-        waiting = self._conversations(records)
+        waiting = self._talks(records)
         while True:
-            while len(self._open) < self.engine.window and (conversation := next(waiting, None)) is not None:
-                self._begin(conversation)
+            while len(self._open) < self.engine.window and (talk := next(waiting, None)) is not None:
+                self._begin(talk)
             if not self._open:
                 break
             for key, outcome in self.engine.finished():
-                conversation = self._open.pop(int(str(key)))
+                asked = self._open.pop(key)
                 if isinstance(outcome, Failure):
                     self._lost["error"] += 1
-                    self._end(conversation, "failed", outcome.reason)
+                    self._end(asked.talk, _End("failed", outcome.reason))
                 else:
-                    self._take(conversation, outcome)
+                    self._take(asked, outcome)
             self.files.flush()
-            seconds = time.monotonic() - began
-            shown.update(sum(self._ends.values()), f"{self.engine.tokens / seconds:.0f} tokens/s")
-        shown.update(sum(self._ends.values()))
-        reasons = {**self.files.finish_reasons, **self._lost}
-        seconds = time.monotonic() - began
-        ends = {end: self._ends[end] for end in ENDS}
-        return RegenerationReport(ends, reasons, self.files.tokens, seconds, self.engine.tokens)
+            seconds = max(time.monotonic() - began, 1e-9)
+            shown.update(self._ends.total(), f"{self.engine.tokens / seconds:.0f} tokens/s")
+        shown.update(self._ends.total())
+        return RegenerationReport(
+            ends={end: self._ends[end] for end in ENDS},
+            finish_reasons={**self.files.finish_reasons, **self._lost},
+            tokens=self.files.tokens,
+            seconds=time.monotonic() - began,
+            new_tokens=self.engine.tokens,
+        )
 
-    def _conversations(self, records: Iterable[tuple[str, int, Any]]) -> Iterator[_Open]:
+    def _talks(self, records: Iterable[tuple[str, int, Any]]) -> Iterator[_Talk]:
         """Conversations to answer; accounts for the records that are none, and for those an earlier run was done with."""
         taken = 0
         for source, index, record in records:
             if taken == self.settings.limit:
                 return
-            if isinstance(record, DataError):
-                self._refuse(source, index, None, "unreadable", str(record))
-                continue
-            primary_id = self._primary_id(record)
-            if primary_id is None:
-                self._ends["duplicate"] += 1
-                continue
-            if self.settings.language is not None and not _speaks(record, self.settings.language):
-                self._ends["other_language"] += 1
-                continue
+            primary_id = None
             try:
+                if isinstance(record, DataError):
+                    self._refuse(source, index, None, _End("unreadable", str(record)))
+                    continue
+                primary_id = self._primary_id(record)
+                if primary_id is None:
+                    self._ends["duplicate"] += 1
+                    continue
+                if self.settings.language is not None and not _speaks(record, self.settings.language):
+                    self._ends["other_language"] += 1
+                    continue
                 conversation = parse_conversation(record, source, index)
             except DataError as error:
-                self._refuse(source, index, primary_id, "not_a_conversation", str(error))
+                self._refuse(source, index, primary_id, _End("not_a_conversation", str(error)))
                 continue
             dialogue = Dialogue(conversation.messages, conversation.later_turns)
             if not dialogue.turns:
-                self._refuse(source, index, primary_id, "nothing_to_answer", "nobody speaks before the assistant")
+                self._refuse(source, index, primary_id, _End("nothing_to_answer", "nobody speaks before the assistant"))
                 continue
             taken += 1
             if primary_id in self.files.ended:
                 self._ends[self.files.ended[primary_id]] += 1
             else:
-                yield _Open(primary_id, source, index, dialogue, conversation.tools)
+                yield _Talk(primary_id, conversation, dialogue)
 
     def _primary_id(self, record: Any) -> str | None:
         """The record's own id, else the hash of its content; None for a record that came before.
 
         Ids that start anew in every file are told apart by their content.
         """
-        content = hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-        own = next((record[key] for key in _ID_KEYS if record.get(key) not in (None, "")), None) if _is_object(record) else None
-        primary_id = content if not isinstance(own, (str, int)) else str(own)
+        text = json.dumps(record, sort_keys=True, separators=(",", ":"), default=str)
+        content = hashlib.sha256(text.encode()).hexdigest()
+        primary_id = (record_id(record) if isinstance(record, dict) else None) or content
         digest = bytes.fromhex(content)[:16]
         if self._contents.get(primary_id, digest) != digest:
             primary_id = f"{primary_id}-{content[:16]}"
@@ -196,119 +211,100 @@ class Regeneration:
         self._contents[primary_id] = digest
         return primary_id
 
-    def _begin(self, conversation: _Open) -> None:
+    def _begin(self, talk: _Talk) -> None:
         """Go through the answers that an earlier run gave, and ask for the next."""
-        for row in self.files.begun(conversation.primary_id):
-            message = row["metadata"].get("message") or message_of_answer(row["text"], self._template)
-            end = conversation.dialogue.take(message)
-            if end is not None:
-                self._end(conversation, end, "after the answers of an earlier run")
+        for row in self.files.begun(talk.primary_id):
+            outcome = talk.dialogue.take(row["metadata"].get("message") or self._rows.message(row["text"]))
+            if outcome is not None:
+                self._end(talk, _End(outcome, "after the answers of an earlier run"))
                 return
-        self._ask_or_end(conversation)
+        self._go_on(talk, self._next(talk))
 
-    def _ask_or_end(self, conversation: _Open) -> None:
-        refusal = self._prepare(conversation)
-        if refusal is None:
-            self._ask(conversation)
+    def _go_on(self, talk: _Talk, following: _Asked | _End) -> None:
+        if isinstance(following, _End):
+            self._end(talk, following)
         else:
-            self._end(conversation, *refusal)
+            self._open[following.question.key] = following
+            self.engine.ask(following.question)
 
-    def _ask(self, conversation: _Open) -> None:
-        assert conversation.question is not None
-        self._open[int(str(conversation.question.key))] = conversation
-        self.engine.ask(conversation.question)
-
-    def _prepare(self, conversation: _Open) -> tuple[str, str] | None:
-        """Make the question for the next turn; None, or why there is none: the end of the conversation and the reason."""
-        settings, dialogue = self.settings, conversation.dialogue
-        draw = (settings.seed, conversation.primary_id, dialogue.turn)
-        sampling, options = settings.sampling, {}
+    def _next(self, talk: _Talk) -> _Asked | _End:
+        """The question for the next turn, or why there is none."""
+        settings, dialogue, tools = self.settings, talk.dialogue, talk.record.tools
+        draw = (settings.seed, talk.primary_id, dialogue.turn)
+        sampling, options = settings.sampling, dict(talk.record.options or {})
         if settings.temperature is not None:
             sampling = sampling.model_copy(update={"temperature": settings.temperature.draw(uniform_of("temperature", *draw))})
         if settings.reasoning_effort is not None:
             options["reasoning_effort"] = settings.reasoning_effort.draw(uniform_of("reasoning_effort", *draw))
         try:
-            prompt = render_prompt(self.tokenizer, dialogue.history, conversation.tools, options)
+            prompt = render_prompt(self.tokenizer, dialogue.history, tools, options)
         except DataError as error:
-            return "template_refused", str(error)
+            return _End("template_refused", str(error))
         context = self.engine.context_length
         room = settings.max_tokens if context is None else min(settings.max_tokens, context - len(prompt))
         if room < 1:
-            return "prompt_too_long", f"the prompt of turn {dialogue.turn} has {len(prompt)} tokens"
-        said = {
-            **sampling.model_dump(),
-            "max_tokens": settings.max_tokens,
-            "seed": seed_of(*draw),
-            **settings.further,
-            **options,
-        }
-        chat = Chat(tuple(dialogue.history), conversation.tools, options)
-        conversation.question = Question(self._begun, prompt, room, sampling, said["seed"], settings.further, chat)
-        conversation.said = said
-        self._begun += 1
-        return None
+            return _End("prompt_too_long", f"the prompt of answer {dialogue.turn} has {len(prompt)} tokens")
+        seed = seed_of(*draw)
+        said = {**sampling.model_dump(), **settings.further, **options, "max_tokens": settings.max_tokens, "seed": seed}
+        chat = Chat(tuple(dialogue.history), tools, options)
+        return _Asked(talk, Question(next(self._numbers), prompt, room, sampling, seed, settings.further, chat), said)
 
-    def _take(self, conversation: _Open, answer: Answer) -> None:
+    def _take(self, asked: _Asked, answer: Answer) -> None:
         """Write the row of an answer, and ask for the next one."""
-        dialogue, question = conversation.dialogue, conversation.question
-        assert question is not None
+        talk, turn = asked.talk, asked.talk.dialogue.turn
         if answer.finish_reason == "length" and self.settings.drop_cut:
             self._lost["dropped"] += 1
-            self._end(
-                conversation, "dropped", f"the answer of turn {dialogue.turn} was cut after {answer.answer_tokens} tokens"
-            )
+            self._end(talk, _End("dropped", f"answer {turn} was cut after {answer.answer_tokens} tokens"))
             return
-        turn, ids = dialogue.turn, answer.ids
-        text = self.tokenizer.decode(ids[:-1] if ids[-1] in self._eos_ids else ids, skip_special_tokens=False)
-        message = message_of_answer(text, self._template)
-        refusal: tuple[str, str] | None = None
-        if answer.finish_reason == "length":
-            refusal = "cut", ""
-        else:
-            end = dialogue.take(message)
-            refusal = self._prepare(conversation) if end is None else (end, f"after the answer of turn {turn}")
-        is_tool_call = bool(call_names(message))
-        reason = "tool_calls" if is_tool_call and answer.finish_reason == "stop" else answer.finish_reason
-        usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.answer_tokens}
-        metadata = {
-            "idx": conversation.index,
-            "source": conversation.source,
-            "turn": turn,
-            "finish_reason": reason,
-            "is_tool_call": is_tool_call,
-            "usage": {**usage, "total_tokens": answer.prompt_tokens + answer.answer_tokens},
-            **self.engine.origin,
-            "sampling_params": conversation.said,
-            "ended": refusal and refusal[0],
+        try:
+            given = self._rows.make(asked.question, answer)
+        except DataError as error:
+            self._lost["error"] += 1
+            self._end(talk, _End("template_refused", str(error)))
+            return
+        following: _Asked | _End = _End("cut")
+        if answer.finish_reason != "length":
+            outcome = talk.dialogue.take(given.message)
+            following = self._next(talk) if outcome is None else _End(outcome, f"after answer {turn}")
+        ended = following.outcome if isinstance(following, _End) else None
+        self.files.append(self._row(asked, answer, given, turn, ended))
+        self._go_on(talk, following)
+
+    def _row(self, asked: _Asked, answer: Answer, given: GivenAnswer, turn: int, ended: str | None) -> dict[str, Any]:
+        primary_id, record = asked.talk.primary_id, asked.talk.record
+        called = bool(call_names(given.message))
+        usage = {"prompt_tokens": len(given.prompt), "completion_tokens": len(given.ids)}
+        return {
+            "id": f"{primary_id}_gen{turn}",
+            "primary_id": primary_id,
+            "input_ids": [*given.prompt, *given.ids],
+            "loss_mask": [0] * len(given.prompt) + [1] * len(given.ids),
+            "text": given.text,
+            "metadata": {
+                "idx": record.index,
+                "source": record.source,
+                "turn": turn,
+                "finish_reason": "tool_calls" if called and answer.finish_reason == "stop" else answer.finish_reason,
+                "is_tool_call": called,
+                "usage": {**usage, "total_tokens": sum(usage.values())},
+                **self.engine.origin,
+                "sampling_params": asked.said,
+                "exact_ids": given.exact,
+                **({} if given.exact else {"message": given.message}),
+                "ended": ended,
+            },
         }
-        row = {
-            "id": f"{conversation.primary_id}_gen{turn}",
-            "primary_id": conversation.primary_id,
-            "input_ids": [*question.prompt, *ids],
-            "loss_mask": [0] * len(question.prompt) + [1] * len(ids),
-            "text": text,
-            "metadata": metadata,
-        }
-        self.files.append(row)
-        if refusal is None:
-            self._ask(conversation)
-        else:
-            self._end(conversation, *refusal)
 
-    def _end(self, conversation: _Open, end: str, reason: str) -> None:
-        self._refuse(conversation.source, conversation.index, conversation.primary_id, end, reason, conversation.dialogue.turn)
+    def _end(self, talk: _Talk, end: _End) -> None:
+        self._refuse(talk.record.source, talk.record.index, talk.primary_id, end, talk.dialogue.turn)
 
-    def _refuse(self, source: str, index: int, primary_id: str | None, end: str, reason: str, turn: int | None = None) -> None:
-        self._ends[end] += 1
-        if end not in QUIET_ENDS:
-            error = {"primary_id": primary_id, "idx": index, "source": source, "turn": turn, "outcome": end, "reason": reason}
-            self.files.append_error(error)
-
-
-def _is_object(record: Any) -> bool:
-    return isinstance(record, dict)
+    def _refuse(self, source: str, index: int, primary_id: str | None, end: _End, turn: int | None = None) -> None:
+        self._ends[end.outcome] += 1
+        if end.outcome not in QUIET_ENDS:
+            error = {"primary_id": primary_id, "idx": index, "source": source, "turn": turn}
+            self.files.append_error({**error, "outcome": end.outcome, "reason": end.reason})
 
 
 def _speaks(record: Any, language: str) -> bool:
-    spoken = record.get("language", record.get("lang")) if _is_object(record) else None
+    spoken = record.get("language", record.get("lang")) if isinstance(record, dict) else None
     return isinstance(spoken, str) and spoken.casefold() == language.casefold()

@@ -15,7 +15,16 @@ from pydantic import ValidationError
 from speculators.errors import ConfigError
 from speculators.sampling import SamplingParams
 
-__all__ = ["Distribution", "RegenerateSettings", "parse_distribution", "parse_sampling", "seed_of", "uniform_of"]
+__all__ = [
+    "Distribution",
+    "RegenerateSettings",
+    "effort_of",
+    "parse_distribution",
+    "parse_sampling",
+    "seed_of",
+    "temperature_of",
+    "uniform_of",
+]
 
 Value = TypeVar("Value", float, str)
 
@@ -68,12 +77,14 @@ class RegenerateSettings:
         }
 
 
-def parse_distribution(text: str, flag: str, read: Callable[[str], Value]) -> Distribution[Value]:
-    """``0.7``, ``low`` or JSON such as ``{"0.0": 0.5, "0.7": 0.5}``.
+def parse_distribution(text: str | None, flag: str, read: Callable[[str], Value]) -> Distribution[Value] | None:
+    """``0.7``, ``low`` or JSON such as ``{"0.0": 0.5, "0.7": 0.5}``; None of None.
 
     :param read: a value out of its text; raises ValueError.
     :raises ConfigError: when it is neither, or a value or weight is none.
     """
+    if text is None:
+        return None
     wrong = f'{flag} {text} is no distribution; give one value, or JSON with the weight of each, such as {{"VALUE": 0.5, ...}}'
     try:
         parsed = json.loads(text) if text.lstrip().startswith("{") else {text: 1.0}
@@ -139,3 +150,15 @@ def seed_of(seed: int, primary_id: str, turn: int) -> int:
 def _number(what: str, seed: int, primary_id: str, turn: int) -> int:
     text = json.dumps([what, seed, primary_id, turn])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def temperature_of(text: str) -> float:
+    """:raises ValueError: for no temperature."""
+    return SamplingParams(temperature=float(text)).temperature
+
+
+def effort_of(text: str) -> str:
+    """:raises ValueError: for an empty text."""
+    if not text.strip():
+        raise ValueError("an empty value")
+    return text
