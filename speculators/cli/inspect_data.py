@@ -131,11 +131,13 @@ def _tokenizer(dataset: RowDataset, model: str | None, trust_remote_code: bool) 
     :raises VerifierError: when ``model`` has no tokenizer that can be loaded.
     :raises DataError: when the tokenizer is not that of the rows.
     """
-    from speculators.data.tokenizers import load_tokenizer
-    from speculators.errors import DataError, VerifierError
+    import warnings
 
-    manifest = dataset.manifest
-    name = model or manifest.verifier
+    from speculators.data.provenance import require_tokenizer
+    from speculators.data.tokenizers import load_tokenizer
+    from speculators.errors import VerifierError
+
+    name = model or dataset.manifest.verifier
     if not name:
         return None, "token ids are shown, for the data set names no verifier; pass --model to see text"
     try:
@@ -143,13 +145,8 @@ def _tokenizer(dataset: RowDataset, model: str | None, trust_remote_code: bool) 
     except VerifierError as error:
         if model:
             raise
-        return None, f"token ids are shown, for {error}; or pass --model"
-    if manifest.schema_version >= 2 and manifest.tokenizer_hash not in ("", loaded.hash):
-        raise DataError(
-            f"the tokenizer of {name} (hash {loaded.hash}) is not the one that made the rows ({manifest.tokenizer_hash}); "
-            "pass --model with the verifier of the data set"
-        )
-    note = f"shown with the tokenizer of {name}"
-    if manifest.template_hash not in ("", loaded.template_hash):
-        note += ", whose chat template is another than the one that rendered the rows"
-    return loaded, note
+        return None, f"token ids are shown, for {error}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        require_tokenizer(dataset.manifest, loaded.tokenizer, name)
+    return loaded, "; ".join([f"shown with the tokenizer of {name}", *(str(warning.message) for warning in caught)])

@@ -101,8 +101,13 @@ def choose_rows(lengths: np.ndarray, count: int, seed: int = 0, among: np.ndarra
 def rows_of_conversation(dataset: RowDataset, conversation: int) -> np.ndarray:
     """Ids of the rows of one conversation, ascending.
 
-    :raises DataError: when there is none.
+    :raises DataError: when there is none, or the data set does not say which rows belong together.
     """
+    if dataset.conversations is None:
+        raise DataError(
+            "the data set does not say which conversation a row is of; name rows with --rows, or make it with this version's "
+            "prepare-data"
+        )
     rows = np.flatnonzero(dataset.conversations == conversation)
     if not len(rows):
         raise DataError(f"no row is of the conversation {conversation}; the headers of rows name their conversations")

@@ -25,6 +25,8 @@ NEWLINE = "⏎"
 _REPLACEMENT = "\ufffd"
 #: Tokens of an unknown kind of tokenizer that are tried together for a character; four bytes are the most a character has.
 _LONGEST_RUN = 8
+#: Fewer tokens than these are not left out: a note of them would take more room.
+_SMALLEST_GAP = 12
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 #: Zero-width joiner and non-joiner: part of how emoji and several scripts are written.
@@ -209,7 +211,7 @@ def shown_ranges(borders: Sequence[int], length: int, limit: int) -> list[tuple[
     ranges: list[tuple[int, int]] = []
     for point in points:
         start, stop = max(0, point - half), min(length, point + half)
-        if ranges and start <= ranges[-1][1]:
+        if ranges and start <= ranges[-1][1] + _SMALLEST_GAP:
             ranges[-1] = (ranges[-1][0], max(ranges[-1][1], stop))
         else:
             ranges.append((start, stop))

@@ -20,16 +20,14 @@ from speculators.data.inspection import DataWarning, Survey
 from speculators.data.row_views import RowView, Stretch
 from speculators.data.rows import DataManifest
 from speculators.data.token_text import visible
+from speculators.data.vocabulary import coverage_curve
 from speculators.evaluation.data_pictures import coverage_picture, lengths_picture, sources_picture
 from speculators.evaluation.data_style import SCRIPT, STYLE
 from speculators.evaluation.data_text import one_line, survey_lines
 
 __all__ = ["PageFacts", "data_page"]
 
-#: Draft vocabularies that the coverage is said for, as far as the verifier has as many ids.
-_SIZES = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000, 128_000)
-
-#: Those of them that are marked in the picture.
+#: Draft vocabularies that are marked in the picture.
 _MARKED = (1_000, 8_000, 32_000)
 
 #: Points of the coverage curve.
@@ -144,7 +142,8 @@ def _account(facts: PageFacts) -> str:
         for source in facts.manifest.sources
         if source.broken
     )
-    return f'<table class="counts">{rows}<tr><th>records</th><td>{total:,}</td><td></td></tr></table><ul>{broken}</ul>'
+    rows += f'<tr class="sum"><th>records</th><td>{total:,}</td><td></td></tr>'
+    return f'<table class="counts">{rows}</table><ul>{broken}</ul>'
 
 
 def _scope(survey: Survey, what: str) -> str:
@@ -165,26 +164,18 @@ def _sources(survey: Survey) -> str:
 
 
 def _coverage(survey: Survey) -> str:
-    counts = np.sort(survey.counts[survey.counts > 0])[::-1]
-    total = int(counts.sum())
-    if not total:
+    counts = survey.counts[survey.counts > 0]
+    if not len(counts):
         return "<p>No token is supervised.</p>"
-    covered = np.cumsum(counts)
-    sizes = np.unique(np.geomspace(1, len(counts), _POINTS).round().astype(np.int64))
-
-    def share(size: int) -> float:
-        return int(covered[min(size, len(counts)) - 1]) / total
-
-    last = [size for size in _SIZES if size < len(counts)]
-    marked = [(size, share(size)) for size in _MARKED if size in last] + [(len(counts), 1.0)]
-    picture = coverage_picture(sizes, covered[sizes - 1] / total, marked)
-    cells = "".join(f"<tr><th>{size:,}</th><td>{100 * share(size):.3f} %</td></tr>" for size in last)
-    cells += f"<tr><th>{len(counts):,}</th><td>100 %, every id that occurs</td></tr>"
+    steps = np.unique(np.geomspace(1, len(counts), _POINTS).round().astype(np.int64)).tolist()
+    curve = coverage_curve(counts, sizes=steps)
+    said = coverage_curve(counts)
+    marked = [(point.size, point.share) for point in said if point.size in _MARKED or point is said[-1]]
+    picture = coverage_picture([point.size for point in curve], [point.share for point in curve], marked)
+    cells = "".join(f"<tr><th>{point.size:,}</th><td>{100 * point.share:.3f} %</td></tr>" for point in said)
     table = f'<details><summary>As numbers</summary><table class="counts">{cells}</table></details>'
-    return (
-        picture + f"<p>{total:,} supervised tokens are of {len(counts):,} different ids; the curve takes the most frequent "
-        f"ids first.</p>" + _scope(survey, "counts") + table
-    )
+    text = f"{said[-1].tokens:,} supervised tokens are of {len(counts):,} different ids; the most frequent ones come first."
+    return picture + f"<p>{text}</p>" + _scope(survey, "counts") + table
 
 
 def _rows(views: Sequence[RowView]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ def lengths_picture(survey: Survey) -> str:
         axes.stairs(share, edges, color=colour, linewidth=1.4, label=name)
     axes.set_xlabel("tokens of a row")
     axes.set_ylabel("% of rows")
+    _thousands(axes.yaxis)
     if spread:
         axes.set_xscale("log")
         axes.set_xlim(edges[0], edges[-1])
@@ -89,22 +91,23 @@ def sources_picture(survey: Survey) -> str:
     return _svg(figure, "sources", "Share of rows and of supervised tokens by source")
 
 
-def coverage_picture(sizes: np.ndarray, covered: np.ndarray, marked: Sequence[tuple[int, float]]) -> str:
+def coverage_picture(sizes: Sequence[int], covered: Sequence[float], marked: Sequence[tuple[int, float]]) -> str:
     """Share of the supervised tokens that a draft vocabulary of each size can say.
 
-    :param sizes: int64 ``[N]``, ascending.
-    :param covered: ``[N]``, shares from 0 to 1.
+    :param sizes: ascending.
+    :param covered: the share of each, from 0 to 1.
     :param marked: (size, share) to mark and to label.
     """
     figure, axes = _figure(2.8)
-    axes.plot(sizes, 100 * covered, color=_SUPERVISED, linewidth=1.8)
-    axes.fill_between(sizes, 100 * covered, color=_SUPERVISED, alpha=0.15, linewidth=0)
+    shares = 100 * np.asarray(covered)
+    axes.plot(sizes, shares, color=_SUPERVISED, linewidth=1.8)
+    axes.fill_between(sizes, shares, color=_SUPERVISED, alpha=0.15, linewidth=0)
     for size, share in marked:
         axes.plot([size], [100 * share], "o", color=_SUPERVISED, markersize=4.5)
-        label = f"{_count(size)}: {_percent(share)}"
+        label = f"{size:,}: {_percent(share)}"
         axes.annotate(label, (size, 100 * share), (4, -14), textcoords="offset points", fontsize=8, color=_INK)
     axes.set_xscale("log")
-    axes.set_xlim(max(1, int(sizes[0])), int(sizes[-1]) * 1.6)
+    axes.set_xlim(1, max(2, sizes[-1]) * 1.6)
     axes.set_ylim(0, 104)
     axes.set_xlabel("draft vocabulary size")
     axes.set_ylabel("% of supervised tokens")
@@ -176,7 +179,8 @@ def _svg(figure: Any, name: str, title: str) -> str:
 
     buffer = io.StringIO()
     salt = hashlib.sha256(name.encode()).hexdigest()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "text.parse_math": False}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # text stays text, so the reader's fonts draw it
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]

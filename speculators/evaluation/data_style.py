@@ -38,6 +38,7 @@ th, td { text-align: left; font-weight: normal; padding: .15rem 1.2rem .15rem 0;
 th { color: var(--soft); }
 td { font-variant-numeric: tabular-nums; }
 .counts td { text-align: right; white-space: nowrap; }
+.counts .sum th, .counts .sum td { border-top: 1px solid var(--line); color: var(--ink); }
 .counts .bar { width: 12rem; vertical-align: middle; }
 .bar i { display: block; height: .6rem; border-radius: 3px; background: var(--tokens); min-width: 1px; }
 summary { cursor: pointer; }

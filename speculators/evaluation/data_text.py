@@ -122,16 +122,20 @@ def survey_lines(survey: Survey, conversations: int | None) -> list[str]:
     of = "" if conversations is None else f" of {conversations:,} conversations"
     about = "about " if survey.sampled else ""
     supervised = f"{about}{100 * survey.supervised_share:.1f} %"
-    lines = [f"{len(lengths):,} rows{of}, {int(lengths.sum()):,} tokens, {supervised} of them supervised"]
+    lines = [f"{_rows(len(lengths))}{of}, {int(lengths.sum()):,} tokens, {supervised} of them supervised"]
     for name, values in (("tokens", lengths), ("supervised tokens", survey.supervised)):
-        low, middle, high, top = (int(value) for value in np.percentile(values, (0, 50, 95, 100)))
-        lines.append(f"{name} of a row: {low:,} at least, {middle:,} in the middle, 95 % up to {high:,}, {top:,} at most")
+        low, middle, high, top = (int(value) for value in np.percentile(values, (0, 50, 95, 100), method="inverted_cdf"))
+        lines.append(f"{name} of a row: {low:,} to {top:,}, median {middle:,}, 95 % of rows up to {high:,}")
     if survey.sampled:
         lines.append(f"masks and ids were looked at in {survey.scope}")
     for source in survey.sources:
         share = 100 * source.rows / max(1, len(lengths))
-        lines.append(f"source {one_line(source.name)}: {source.rows:,} rows ({share:.1f} %), {source.tokens:,} tokens")
+        lines.append(f"source {one_line(source.name)}: {_rows(source.rows)} ({share:.1f} %), {source.tokens:,} tokens")
     return lines
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
 
 
 def manifest_lines(manifest: DataManifest, outcomes: dict[str, str]) -> list[str]:
