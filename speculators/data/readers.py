@@ -161,7 +161,7 @@ def _json_blocks(number: int, source: Source, block_bytes: int) -> Iterator[Bloc
                 break
         last = splitter.finish(torn=stream.fault is not None)
         if last:
-            yield Block(number, first, last, None, source.name)
+            yield Block(number, first, last, None, source.name, stream.consumed)
             first += len(last)
         fault = splitter.fault
         if stream.fault is not None:
@@ -198,7 +198,10 @@ def _splitter(head: bytes, offset: int, path: Path) -> Splitter:
     if head.startswith(b"["):
         return ArraySplitter(offset)
     line, newline, _ = head.partition(b"\n")
-    if not newline or not head.startswith(b"{") or not isinstance(parse_json(line, ""), DataError):
+    if not newline or not head.startswith(b"{"):
+        return LineSplitter()
+    place, fault, ended = first_value(line)
+    if ended and fault is None and not line[place:].strip():
         return LineSplitter()
     # The first line is no object: either an object goes on over the next lines, or this one is broken.
     _, fault, ended = first_value(head)

@@ -110,6 +110,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=8,
 )
+objects = st.dictionaries(texts, values, max_size=3)
 
 
 @settings(max_examples=50, deadline=None)
@@ -126,23 +127,23 @@ def test_blocks_of_any_size_give_what_a_parser_gives(
 ) -> None:
     text = json.dumps(records, indent=indent, ensure_ascii=plain)
     (shared / "data.json").write_text(text, encoding="utf-8")
-    objects = [{"record": each} for each in records]
-    rows = "\n".join(json.dumps(each, ensure_ascii=plain) for each in objects)
+    wrapped = [{"record": each} for each in records]
+    rows = "\n".join(json.dumps(each, ensure_ascii=plain) for each in wrapped)
     (shared / "data.jsonl").write_text(rows, encoding="utf-8", newline="")
     (shared / "wide.json").write_text(
-        "".join(json.dumps(each, indent=1, ensure_ascii=plain) for each in objects), encoding="utf-8"
+        "".join(json.dumps(each, indent=1, ensure_ascii=plain) for each in wrapped), encoding="utf-8"
     )
     with patch.object(json_array, "PIECE", piece):
         assert read(shared / "data.json", block_bytes) == json.loads(text)
         if records:
-            assert read(shared / "data.jsonl", block_bytes) == objects
-            assert read(shared / "wide.json", block_bytes) == objects
+            assert read(shared / "data.jsonl", block_bytes) == wrapped
+            assert read(shared / "wide.json", block_bytes) == wrapped
 
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), block_bytes=st.integers(1, 60), kind=st.sampled_from(["", ".gz"]))
 def test_an_array_cut_anywhere_gives_every_whole_record(shared: Path, data: st.DataObject, block_bytes: int, kind: str) -> None:
-    records = data.draw(st.lists(st.dictionaries(texts, values, max_size=3), min_size=1, max_size=5))
+    records = data.draw(st.lists(objects, min_size=1, max_size=5))
     text, ends = "[", []
     for record in records:
         text += json.dumps(record, ensure_ascii=False)
@@ -157,6 +158,35 @@ def test_an_array_cut_anywhere_gives_every_whole_record(shared: Path, data: st.D
     assert good == records[: sum(end <= cut for end in ends)]
     assert isinstance(broken, DataError)
     assert f"breaks off at byte {cut}, in record {len(good)}" in str(broken)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), chunk=st.integers(1, 60))
+def test_a_wrong_byte_loses_nothing_before_it(data: st.DataObject, chunk: int) -> None:
+    records = [json.dumps(each, ensure_ascii=False).encode() for each in data.draw(st.lists(objects, min_size=1, max_size=5))]
+    text = bytearray(b"[" + b", ".join(records) + b"]")
+    place = data.draw(st.integers(1, len(text) - 1))
+    text[place] = data.draw(st.sampled_from(b'"\\{}[],x'))
+    splitter, found = json_array.ArraySplitter(), []
+    with patch.object(json_array, "PIECE", 7):
+        for start in range(0, len(text), chunk):
+            found += splitter.feed(bytes(text[start : start + chunk]))
+        found += splitter.finish()
+    # A record ends with its comma: without it, it and the next cannot be told apart.
+    ends = [sum(map(len, records[: n + 1])) + 2 * n + 1 for n in range(len(records))]
+    before = [record for record, end in zip(records, ends, strict=True) if end < place]
+    assert found[: len(before)] == before
+    # All is there, or it is said what is missing.
+    assert splitter.fault is not None or b", ".join(found) == bytes(text[1:-1]).strip()
+
+
+def test_the_first_line_decides_even_when_it_is_bad(tmp_path: Path) -> None:
+    for first in (b'{"id": 1, "id": 2}', b'{"prompt": "caf\xe9"}', b'{"prompt": "\\ud83d"}', b'{"prompt": ', b"x"):
+        (tmp_path / "data.jsonl").write_bytes(b"\n".join([first, b'{"id": 3', *lines(2).splitlines()]))
+        one, two, *good = read(tmp_path / "data.jsonl")
+        assert isinstance(one, DataError)
+        assert isinstance(two, DataError)
+        assert good == conversations(2)
 
 
 @pytest.mark.parametrize("step", [1, 3, 50])
