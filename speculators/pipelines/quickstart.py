@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from speculators.data.prompts import find_prompt_files, load_human_eval, read_prompts
@@ -332,7 +333,7 @@ def _unused_token(verifier: Verifier, dataset: RowDataset) -> int | None:
     tokenizer: Any = verifier.tokenizer
     if getattr(tokenizer, "mask_token_id", None) is not None:
         return None
-    used = {int(token) for row in dataset for token in row.input_ids}
+    used = {token for batch in dataset.batches() for token in np.unique(batch.input_ids).tolist()}
     named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, *verifier.eos_ids}
     reserved = sorted(token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special)
     return next((token for token in reversed(reserved) if token not in used | named and token < verifier.vocab_size), None)
