@@ -35,8 +35,8 @@ SHARD_BYTES = 500 << 20
 class StoredRows:
     """R rows of one record batch, as they are stored: mapped, not read."""
 
-    input_ids: pa.Array  #: integers ``[S]``
-    loss_mask: pa.Array  #: integers, floats or booleans ``[S]``
+    input_ids: np.ndarray  #: integers ``[S]``
+    loss_mask: np.ndarray | pa.BooleanArray  #: numbers ``[S]``, or Arrow's bits, which no numpy array can view
     offsets: np.ndarray  #: ``[R + 1]``, start of every row and the end of the last
     origin: dict[str, np.ndarray]  #: the columns of :data:`ORIGIN` that the data set has, each ``[R]``
 
@@ -45,15 +45,16 @@ class StoredRows:
 
     def tokens(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (int64) and mask (bool) of the rows ``first`` to before ``stop``; ids are a view if stored as int64."""
-        start, end = int(self.offsets[first]), int(self.offsets[stop])
-        ids = self.input_ids.slice(start, end - start).to_numpy(zero_copy_only=False)
-        mask = self.loss_mask.slice(start, end - start).to_numpy(zero_copy_only=False)
-        return ids.astype(np.int64, copy=False), mask.astype(bool, copy=False)
+        span = slice(int(self.offsets[first]), int(self.offsets[stop]))
+        mask = self.loss_mask[span]
+        if isinstance(mask, pa.Array):
+            mask = mask.to_numpy(zero_copy_only=False)
+        return self.input_ids[span].astype(np.int64, copy=False), mask.astype(bool, copy=False)
 
     def strange_mask(self) -> bool:
         """Whether a mask value is neither 0 nor 1."""
-        values = self.loss_mask.to_numpy(zero_copy_only=False)
-        return values.dtype != bool and not bool(((values == 0) | (values == 1)).all())
+        values = self.loss_mask
+        return isinstance(values, np.ndarray) and not bool(((values == 0) | (values == 1)).all())
 
 
 def holds_rows(folder: Path) -> bool:
@@ -139,7 +140,11 @@ def _stored(batch: pa.RecordBatch, first: int, folder: Path) -> StoredRows:
         # A foreign data set may have a column of that name with something else in it.
         if place >= 0 and pa.types.is_integer(batch.schema.field(place).type) and not batch.column(place).null_count:
             origin[name] = batch.column(place).to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-    return StoredRows(ids, mask, offsets, origin)
+    return StoredRows(_viewed(ids), _viewed(mask), offsets, origin)
+
+
+def _viewed(values: pa.Array) -> np.ndarray | pa.BooleanArray:
+    return values if pa.types.is_boolean(values.type) else values.to_numpy()
 
 
 def _flat(batch: pa.RecordBatch, column: str, folder: Path) -> tuple[pa.Array, np.ndarray]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from speculators.data import row_files
 from speculators.data.manifest import SCHEMA, AnswerRecord, DataManifest, SourceRecord
@@ -32,7 +31,7 @@ __all__ = ["AnswerRecord", "DataManifest", "Origin", "Row", "RowBatch", "RowData
 #: Rows that :meth:`RowDataset.save` takes at a time.
 SAVED_TOGETHER = 256
 
-#: Tokens from which on a pass over a foreign data set shows a bar.
+#: Tokens from which on a pass over all rows takes seconds and shows a bar.
 LONG_PASS = 1 << 26
 
 
@@ -74,7 +73,7 @@ class RowDataset(Sequence[Row]):
         """
         batch = RowBatch.of(list(rows), conversations)
         offsets = np.concatenate([[0], np.cumsum(batch.lengths)]).astype(np.int64)
-        part = StoredRows(pa.array(batch.input_ids), pa.array(batch.loss_mask.view(np.uint8)), offsets, batch.origin())
+        part = StoredRows(batch.input_ids, batch.loss_mask, offsets, batch.origin())
         dataset = cls([part], (manifest or DataManifest()).model_copy())
         dataset.manifest.fingerprint = dataset._hash()
         return dataset
@@ -92,7 +91,8 @@ class RowDataset(Sequence[Row]):
         parts, manifest, named = row_files.open_rows(folder)
         dataset = cls(parts, manifest, folder)
         if not named:
-            actual = dataset._checked_hash()
+            dataset._check_masks()
+            actual = dataset._hash()
             if manifest.fingerprint not in ("", actual):
                 raise DataError(
                     f"rows and manifest in {folder} do not belong together; run prepare-data again with --overwrite"
@@ -205,27 +205,28 @@ class RowDataset(Sequence[Row]):
                     "render the data with this verifier's tokenizer"
                 )
 
-    def _hash(self, advance: Callable[[], None] = lambda: None) -> str:
+    def _hash(self) -> str:
         """The fingerprint: of all ids, then all masks, then all row boundaries, as if each were one array."""
         digest = hashlib.sha256()
-        for part in self._parts:
+        for part in self._over_parts("Hashing token ids"):
             digest.update(np.ascontiguousarray(part.tokens(0, len(part))[0], dtype="<i8").data)
-            advance()
-        for part in self._parts:
+        for part in self._over_parts("Hashing masks"):
             digest.update(np.ascontiguousarray(part.tokens(0, len(part))[1], dtype="u1").data)
-            advance()
         digest.update(np.concatenate([[0], np.cumsum(self.lengths)]).astype("<i8").data)
         return digest.hexdigest()[:16]
 
-    def _checked_hash(self) -> str:
-        """:raises DataError: when a mask value is neither 0 nor 1."""
+    def _check_masks(self) -> None:
+        for part in self._over_parts("Checking masks"):
+            if part.strange_mask():
+                raise DataError(f"loss_mask in {self.path} has values other than 0 and 1; make the data set again")
+
+    def _over_parts(self, label: str) -> Iterator[StoredRows]:
+        """All parts in order, with a bar when that takes more than a moment."""
         shown = int(self.lengths.sum()) >= LONG_PASS
-        with bar("Checking rows", 3 * len(self._parts), shown=shown, passing=True) as done:
+        with bar(label, len(self._parts), shown=shown, passing=True) as done:
             for part in self._parts:
-                if part.strange_mask():
-                    raise DataError(f"loss_mask in {self.path} has values other than 0 and 1; make the data set again")
+                yield part
                 done.advance()
-            return self._hash(done.advance)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:
