@@ -54,6 +54,13 @@ def test_mandatory_ids_are_kept() -> None:
     assert build_mapping(COUNTS, 4, 10, mandatory_ids=[8, 6, 8]).draft_to_verifier.tolist() == [1, 4, 6, 8]
 
 
+def test_the_example_of_the_documentation() -> None:
+    mapping = build_mapping(COUNTS, 4, 10, mandatory_ids=[9])
+    assert mapping.draft_to_verifier.tolist() == [1, 2, 4, 9]
+    assert mapping.d2t.tolist() == [1, 1, 2, 6]
+    assert mapping.coverage(COUNTS) == (17, 21)
+
+
 def test_impossible_mappings() -> None:
     with pytest.raises(ConfigError, match="draft vocabulary of 11 does not fit a verifier of 10"):
         build_mapping(COUNTS, 11, 10)
