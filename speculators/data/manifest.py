@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from speculators.errors import DataError
 
@@ -46,8 +46,9 @@ class DataManifest(BaseModel):
 
     schema_version: int = Field(default=SCHEMA, alias="schema")
     verifier: str = ""  #: name or path of the model whose tokenizer rendered the rows
-    tokenizer_hash: str = ""  #: of the vocabulary; with schema 1, of vocabulary and chat template together
+    tokenizer_hash: str = ""  #: of all that turns text into ids; empty when not known
     template_hash: str = ""  #: of the chat template
+    combined_hash: str = Field(default="", exclude=True)  #: of vocabulary and chat template together, as schema 1 has it
     answers: AnswerRecord | None = None  #: None when not known (answers found in the data, or a foreign data set)
     sources: list[SourceRecord] = []  #: in the order that the rows' ``source`` counts
     options: dict[str, Any] = {}  #: the settings of the run that wrote the rows
@@ -61,6 +62,14 @@ class DataManifest(BaseModel):
     def _named_only(cls, value: Any) -> Any:
         """Sources by name alone, as schema 1 has them."""
         return [{"name": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hash_of_schema_1(cls, values: Any) -> Any:
+        """What schema 1 calls the tokenizer's hash is another thing, and compares with no other."""
+        if not isinstance(values, dict) or values.get("schema", values.get("schema_version")) != 1:
+            return values
+        return {**values, "tokenizer_hash": "", "combined_hash": values.get("tokenizer_hash", "")}
 
     def text(self) -> str:
         """The file's content."""

@@ -26,16 +26,16 @@ def require_tokenizer(manifest: DataManifest, tokenizer: Any, verifier: str, row
     :param rows: what the sentence calls the rows, such as their folder.
     :raises DataError: when equal text would get other ids.
     """
-    if not manifest.tokenizer_hash or tokenizer is None:
+    if tokenizer is None:
         return
     made = f"{rows} were made with the tokenizer of {manifest.verifier or 'another verifier'}"
     again = f"run prepare-data again with --model {verifier}"
-    if manifest.schema_version == 1:
-        if manifest.tokenizer_hash != _hash_of_schema_1(tokenizer):
-            _warn(
-                f"{made}, by an earlier version that cannot tell whether it or its chat template alone differs from that of "
-                f"{verifier}; {again} if it is another tokenizer"
-            )
+    if manifest.combined_hash not in ("", _combined_hash(tokenizer)):
+        _warn(
+            f"{made}, by an earlier version that cannot tell whether it or its chat template alone differs from that of "
+            f"{verifier}; {again} if it is another tokenizer"
+        )
+    if not manifest.tokenizer_hash:
         return
     found = tokenizer_hash(tokenizer)
     if manifest.tokenizer_hash != found:
@@ -51,7 +51,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=3)
 
 
-def _hash_of_schema_1(tokenizer: Any) -> str:
+def _combined_hash(tokenizer: Any) -> str:
     """What earlier versions recorded: one hash of vocabulary and chat template."""
     content = {"vocabulary": sorted(tokenizer.get_vocab().items()), "template": tokenizer.chat_template}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

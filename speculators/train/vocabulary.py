@@ -67,8 +67,7 @@ def choose_mapping(
 
 def _counts(config: TrainConfig, vocab_size: int, dataset: RowDataset | None, train_ids: np.ndarray | None) -> np.ndarray:
     manifest = DataManifest() if dataset is None else dataset.manifest
-    # Schema 1 hashed the chat template along.
-    tokenizer = manifest.tokenizer_hash if manifest.schema_version > 1 else ""
+    tokenizer = manifest.tokenizer_hash
     if config.draft.token_freq_path is not None:
         return load_counts(config.draft.token_freq_path, tokenizer_hash=tokenizer).counts
     beside = Path(config.data.data_path) / TOKEN_FREQUENCIES
@@ -79,7 +78,7 @@ def _counts(config: TrainConfig, vocab_size: int, dataset: RowDataset | None, tr
     # Rows from elsewhere, or in memory, are not those that the file counts.
     if beside.is_file() and dataset.path is not None and dataset.path.resolve() == beside.parent.resolve():
         # Others write no record of what they counted; of their rows we know as little, and take both as a pair.
-        ours = bool(manifest.tokenizer_hash)
+        ours = bool(manifest.tokenizer_hash or manifest.combined_hash)
         try:
             return load_counts(beside, dataset.fingerprint if ours else None, tokenizer).counts
         except StaleCountsError as error:

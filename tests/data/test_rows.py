@@ -223,6 +223,7 @@ def test_data_sets_of_earlier_versions(tmp_path: Path) -> None:
     loaded = RowDataset.load(tmp_path / "old")
     assert same(loaded, rows)
     assert loaded.manifest.schema_version == 1
+    assert (loaded.manifest.tokenizer_hash, loaded.manifest.combined_hash) == ("", "0a")
     assert loaded.manifest.sources == [SourceRecord(name="a.jsonl"), SourceRecord(name="b.jsonl")]
     assert loaded.conversations is None
     (tmp_path / "old" / "manifest.json").write_text(json.dumps(facts | {"schema": 3}))
