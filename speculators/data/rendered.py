@@ -139,10 +139,10 @@ def find_turns(
             turns.append(finder.find(render, last, index, whole if index == len(last) - 1 else None))
     except UnstableHistoryError as error:
         reason = (
-            f"the template renders what stands before assistant turn {assistants.index(index) + 1} otherwise when the turn "
+            f"the template renders what stands before assistant turn {assistants.index(index) + 1} otherwise when it follows"
         )
-        reason += f"follows ({difference(error.before, error.after)}), so the turn answers something that the verifier is "
-        raise RenderError("unstable_template", reason + "never given; use another chat template") from None
+        reason += f" ({difference(error.before, error.after)}), so the turn answers something that the verifier is never given"
+        raise RenderError("unstable_template", f"{reason}; use another chat template") from None
     except RenderError as error:
         fault = role_order_fault([dict(message) for message in messages]) if error.outcome == "template_refused" else None
         if fault is None:

@@ -197,7 +197,8 @@ def _text_fault(text: str, error: Exception) -> str:
 
 def _finder(tokenizer: Any, eos_ids: Collection[int]) -> TurnFinder:
     ends = {*eos_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
-    return TurnFinder(ends, special_ids(tokenizer), _TextOf(tokenizer), _AnswerStart(tokenizer), _AnswerStop(tokenizer))
+    others = special_ids(tokenizer) - {getattr(tokenizer, "unk_token_id", None)}  # which any text can hold
+    return TurnFinder(ends, others, _TextOf(tokenizer), _AnswerStart(tokenizer), _AnswerStop(tokenizer))
 
 
 @dataclass(frozen=True, slots=True)
