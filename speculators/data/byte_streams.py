@@ -73,15 +73,17 @@ class ByteStream:
             yield from steps(self._path)
         except EOFError:
             self.fault = f"its {self._compression} data ends too early"
-        except (OSError, zlib.error) as error:
-            damaged = self._compression and (isinstance(error, zlib.error) or error.errno is None)
+        except zlib.error as error:
+            # A checksum stands behind what it is of, which has been given by then.
+            checked = "data check" in str(error) or "length check" in str(error)
+            self.fault = "its checksum tells of damage somewhere before" if checked else "its gzip data is damaged"
+        except OSError as error:
+            damaged = self._compression and error.errno is None
             self.fault = f"its {self._compression} data is damaged" if damaged else f"it cannot be read further ({error})"
 
 
-# Each gives (bytes, how far into the file it is).
-
-
 def _plain(path: Path) -> Iterator[tuple[bytes, int]]:
+    """As all of these: (bytes, how far into the file it is)."""
     with path.open("rb") as file:
         while step := file.read(STEP):
             yield step, file.tell()
@@ -100,13 +102,32 @@ def _gunzip(path: Path) -> Iterator[tuple[bytes, int]]:
                     if not member.eof:
                         raise EOFError
                     break
-                if step := member.decompress(waiting, STEP):
+                before = member.copy()
+                try:
+                    step = member.decompress(waiting, STEP)
+                except zlib.error:
+                    yield _up_to_damage(before, waiting), file.tell()
+                    raise
+                if step:
                     yield step, file.tell()
                 waiting = member.unconsumed_tail
             # Zeros may fill the file up to a whole tape block.
             waiting = member.unused_data.lstrip(b"\0")
             while not waiting and (waiting := file.read(STEP)):
                 waiting = waiting.lstrip(b"\0")
+
+
+def _up_to_damage(member: zlib._Decompress, data: bytes) -> bytes:
+    """What can be decompressed of damaged data: a call that fails gives nothing, so every call makes one byte of one byte."""
+    text = bytearray()
+    try:
+        for place in range(len(data)):
+            text += member.decompress(data[place : place + 1], 1)
+            while step := member.decompress(member.unconsumed_tail, 1):
+                text += step
+    except zlib.error:
+        pass
+    return bytes(text)
 
 
 def _unzstd(path: Path) -> Iterator[tuple[bytes, int]]:

@@ -58,7 +58,7 @@ def test_a_verifier_that_is_not_there(folder: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("absent.jsonl", "there is no data file"), ("empty.jsonl", "is empty"), ("binary.jsonl", "cannot be read")],
+    [("absent.jsonl", "there is no data file"), ("empty.jsonl", "is empty"), ("binary.jsonl", "no JSON text in UTF-8")],
 )
 def test_data_that_cannot_be_used(folder: Path, name: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, line = refused(capsys, "evaluate", folder / "draft", "--data", folder / name)

@@ -106,6 +106,7 @@ def broken_files() -> list[BrokenFile]:
             "cut.jsonl.gz", cut, whole, 1, r"breaks off at byte \d+ of its text, in record \d+ \(its gzip data ends too early\)"
         ),
         BrokenFile("damaged.jsonl.gz", gzip.compress(lines(3)) + b"more", 3, 1, "its gzip data is damaged"),
+        BrokenFile("checksum.jsonl.gz", gzip.compress(lines(3))[:-8] + bytes(8), 3, 1, "its checksum tells of damage"),
         BrokenFile("cut.jsonl.zst", zstd(lines(3), lines(1))[:-12], 3, 1, "its zstd data ends too early"),
         BrokenFile("cut_array.json.gz", gzip.compress(array(3))[:-8], 3, 1, "its gzip data ends too early"),
         BrokenFile("footless.parquet", bytes(damaged), 0, 1, "breaks off behind 0 rows"),
