@@ -201,9 +201,7 @@ def count_dataset(dataset: RowDataset, vocab_size: int, *, processes: int | None
             counts = _count_range(dataset, vocab_size, 0, len(dataset), progress.update)
         else:
             counts = _count_apart(dataset, vocab_size, bounds, progress.update)
-    manifest = dataset.manifest
-    tokenizer = manifest.tokenizer_hash if manifest.schema_version > 1 else ""  # schema 1 hashed the template with it
-    return TokenCounts(counts, len(dataset), tokenizer, (dataset.fingerprint,))
+    return TokenCounts(counts, len(dataset), dataset.manifest.tokenizer_hash, (dataset.fingerprint,))
 
 
 def _count_range(dataset: RowDataset, vocab_size: int, first: int, end: int, note: Callable[[int], object]) -> np.ndarray:
