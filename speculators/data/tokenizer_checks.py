@@ -72,11 +72,12 @@ def _moved_tokens(tokenizer: Any, files: TokenizerFiles) -> Iterator[Finding]:
         if moved:
             token, index = moved[0]
             others = f", and {len(moved) - 1} others moved as well" if len(moved) > 1 else ""
-            yield Finding(
-                f"{token!r} is {_id(tokenizer, token)} as loaded but {index} in {source}{others}; use the tokenizer files "
-                "that the verifier was published with, and --trust-remote-code if they bring their own code",
-                fatal=True,
-            )
+            said = f"{token!r} is {_id(tokenizer, token)} as loaded but {index} in {source}{others}; "
+            if source == "tokenizer.json" and type(tokenizer).__name__ == files.own_code.rsplit(".", 1)[-1]:
+                yield Finding(said + "the verifier's own code does not read that file, but servers may, so remove it")
+                continue
+            said += "use the tokenizer files that the verifier was published with, and --trust-remote-code if they bring code"
+            yield Finding(said, fatal=True)
 
 
 def _listed_tokens(files: TokenizerFiles) -> Iterator[tuple[str, list[tuple[int, str]]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from speculators.data.tokenizers import (
     LoadedTokenizer,
@@ -19,7 +19,10 @@ from speculators.data.tokenizers import (
     tokenizer_hash,
 )
 from speculators.errors import VerifierError
+from tests.data.kinds import KIMI_TOKENS, KINDS, write_kimi
 from tests.tiny import CHATML, tiny_tokenizer
+
+MOVED = r"'.*' is \d+ as loaded but \d+ in tokenizer.*\.json, and \d+ others moved as well; .*trust-remote-code"
 
 
 def saved(folder: Path, tokenizer: Any = None, **files: Any) -> str:
@@ -114,6 +117,68 @@ def test_moved_special_ids_are_refused(tmp_path: Path) -> None:
     edit(folder, "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=decoder))
     with pytest.raises(VerifierError, match=r"'<\|im_start\|>' is 1 as loaded but 7 in tokenizer_config.json, and 1 others"):
         load_tokenizer(folder)
+
+
+def test_kimis_own_code_runs_only_with_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    folder = str(write_kimi(tmp_path / "kimi"))
+    with pytest.raises(VerifierError, match=r"code that comes with it \(tokenization_kimi\.TikTok.*pass --trust-remote-code"):
+        load_tokenizer(folder)
+    loaded = load_tokenizer(folder, trust_remote_code=True)
+    assert not loaded.tokenizer.is_fast
+    assert loaded.eos_ids == (163585, 163586)  # [EOS] of the tokenizer, <|im_end|> of the generation config
+    assert loaded.tokenizer.convert_tokens_to_ids(["<think>", "</think>"]) == [163606, 163607]
+    assert loaded.warnings == ()
+    again = pickle.loads(pickle.dumps(loaded))
+    assert (again.hash, again.trust_remote_code) == (tokenizer_hash(again.tokenizer), True)
+    (tmp_path / "kimi" / "generation_config.json").unlink()
+    (warning,) = load_tokenizer(folder, trust_remote_code=True).warnings
+    assert "ends the assistant's turn with '<|im_end|>' (163586)" in warning
+
+
+def test_kimis_fast_conversion_is_refused(tmp_path: Path) -> None:
+    """A ``tokenizer.json`` made of it numbers the added tokens without gaps: every id behind the first gap is wrong."""
+    folder = write_kimi(tmp_path)
+    vocab = {f"<{index}>": index for index in range(163584)}
+    converted = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    converted.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in KIMI_TOKENS.values()])
+    converted.save(str(folder / "tokenizer.json"))
+    with pytest.raises(VerifierError, match="needs code that comes with it; read that code, and pass --trust-remote-code"):
+        load_tokenizer(str(folder))
+    (warning,) = load_tokenizer(str(folder), trust_remote_code=True).warnings  # loaded right, but the file is still there
+    assert "in tokenizer.json, and" in warning
+    assert "servers may, so remove it" in warning
+    edit(str(folder), "tokenizer_config.json", lambda config: config.pop("auto_map"))
+    edit(str(folder), "tokenizer_config.json", lambda config: config.update(tokenizer_class="PreTrainedTokenizerFast"))
+    with pytest.raises(VerifierError, match=MOVED):
+        load_tokenizer(str(folder))
+
+
+def test_another_class_than_the_files_is_said(tmp_path: Path) -> None:
+    loaded = load_tokenizer(str(write_kimi(tmp_path)), trust_remote_code=True)
+
+    class Other(type(loaded.tokenizer)):  # type: ignore[misc]
+        pass
+
+    loaded.tokenizer.__class__ = Other
+    assert "names the class TikTokenTokenizer, but transformers loaded Other" in check_tokenizer(loaded)[0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_said_of_each_kind(name: str, tmp_path: Path) -> None:
+    """With the generation config of its kind, nothing but what is true of it; folders give back what was saved."""
+    kind = KINDS[name]
+    if name == "kimi":
+        folder = str(write_kimi(tmp_path))
+    else:
+        ends = {"generation_config": {"eos_token_id": kind.eos_ids}} if kind.ends else {}
+        folder = saved(tmp_path, kind.tokenizer, **ends)
+    loaded = load_tokenizer(folder, trust_remote_code=name == "kimi")
+    assert loaded.hash == tokenizer_hash(kind.tokenizer)
+    assert loaded.template_hash == template_hash(kind.tokenizer)
+    expected = {"plain": "with no end token"} | dict.fromkeys(["llama3", "gemma", "inst", "deepseek"], "has it twice")
+    assert len(loaded.warnings) == (name in expected)
+    assert all(expected[name] in warning for warning in loaded.warnings)
 
 
 def test_a_special_token_that_is_cut_up_is_refused(tmp_path: Path) -> None:
