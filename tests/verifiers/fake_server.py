@@ -28,6 +28,9 @@ class FakeServer:
     :param token_ids: False for a server that knows no ``return_token_ids``.
     :param key: bearer token that is wanted.
     :param delay: seconds that every answer takes at least.
+    :param models: that it serves.
+    :param eats_prompt: it reads another prompt than is sent.
+    :param stops_after: answers after which nothing is answered any more.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class FakeServer:
         delay: float = 0.0,
         models: Iterable[str] = ("tiny",),
         eats_prompt: bool = False,
+        stops_after: int | None = None,
     ) -> None:
         self.verifier = verifier
         self.faults = deque(faults)
         self.token_ids, self.key, self.delay, self.models, self.eats_prompt = token_ids, key, delay, list(models), eats_prompt
         self.bodies: list[dict[str, Any]] = []  #: of all POSTs
         self.stopped = False
+        self.stops_after = stops_after
         self.busiest = 0  #: most requests at once
         self._busy = 0
         self._lock = threading.Lock()
@@ -80,6 +85,7 @@ class FakeServer:
         """Count a request in; the fault it is to meet."""
         with self._lock:
             self.bodies.append(body)
+            self.stopped = self.stopped or len(self.bodies) - 1 == self.stops_after
             self._busy += 1
             self.busiest = max(self.busiest, self._busy)
             return self.faults.popleft() if self.faults else None
@@ -98,6 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         fake = self.fake
+        if fake.stopped:
+            self.close_connection = True
+            return None
         if fake.key and self.headers.get("Authorization") != f"Bearer {fake.key}":
             return self._send({"error": {"message": "who are you"}}, 401)
         entries = [
