@@ -51,6 +51,12 @@ __all__ = [
 FIRST_CHECKED = 32
 THEN_CHECKED = 256
 
+#: What templates, and the code that comes with tokenizers, raise over messages they cannot use.
+REFUSALS = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, AssertionError, RecursionError, NotImplementedError),
+)
+
 
 class TemplateRenderer:
     """Renders with a tokenizer's own chat template.
@@ -184,7 +190,7 @@ def _apply(tokenizer: Any, messages: Messages, generate: bool, tokenize: bool, t
             return_dict=False,
             **options,
         )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+    except REFUSALS as error:
         reason = f"the chat template refuses the conversation ({error}); leave it out or change its messages"
         raise RenderError("template_refused", reason) from error
 
