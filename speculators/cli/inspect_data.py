@@ -24,7 +24,9 @@ def inspect_data(
         typer.Option(help="Rows to show: 0 5 17; by default the shortest, the longest, some others.", show_default=False),
     ] = None,
     conversation: Annotated[int | None, typer.Option(help="Show the rows of this conversation.", show_default=False)] = None,
-    source: Annotated[str | None, typer.Option(help="Show rows of this source (or: name's end).", show_default=False)] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Show rows of this source: its name, or the end of it.", show_default=False)
+    ] = None,
     count: Annotated[int, typer.Option(min=0, help="How many rows to show when they are not named.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of a row to show, about; 0 for all.")] = 1000,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Show rows as tables of position, id, text and mask.")] = False,

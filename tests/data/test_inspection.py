@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -275,3 +277,8 @@ def test_a_character_cut_in_two_by_the_mask_is_shown_in_parts() -> None:
     dataset = RowDataset.from_rows([Row(0, np.array(list("日".encode())), np.array([False, True, True]))])
     pieces = view_row(dataset, 0, texts).stretches[0].pieces
     assert [(piece.start, piece.count, piece.broken) for piece in pieces] == [(0, 1, True), (1, 1, True), (2, 1, True)]
+
+
+def test_the_page_of_the_docs_explains_every_warning() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data" / "inspect.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE) == list(FAULTS)
