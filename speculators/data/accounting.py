@@ -68,9 +68,12 @@ class Account:
     left_out_turns: int = 0  #: turns of kept records without a row: too few supervised tokens, or beyond --seq-length
 
     @classmethod
-    def of_counts(cls, counts: Mapping[str, int]) -> Account:
-        """The account that a manifest keeps: all sources together."""
-        return cls([""], np.array([[counts.get(key, 0) for key in OUTCOMES]], dtype=np.int64))
+    def of_counts(cls, counts: Mapping[str, int], broken: Mapping[int, str]) -> Account:
+        """The account that a manifest keeps: all sources together.
+
+        :param broken: place of a source -> where it breaks off.
+        """
+        return cls([""], np.array([[counts.get(key, 0) for key in OUTCOMES]], dtype=np.int64), broken)
 
     @property
     def records(self) -> int:

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from speculators.errors import SpeculatorsError
 
-__all__ = ["WorkerDiedError", "map_unordered"]
+__all__ = ["WorkerDiedError", "WorkerPool"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -41,70 +41,55 @@ class WorkerDiedError(SpeculatorsError):
     """A worker process ended twice over the same item."""
 
 
-def map_unordered(
-    task: Callable[[Item], Result],
-    items: Iterable[Item],
-    workers: int,
-    describe: Callable[[Item], str] = lambda _: "its work",
-) -> Iterator[Result]:
-    """``task(item)`` of every item, as they are done.
-
-    Items are drawn from ``items`` as workers come free, so that only a few are in memory. When a worker dies (the system
-    kills it for its memory), a new one tries the item once more.
+class WorkerPool(Generic[Item, Result]):
+    """Processes that all have one task. They start when there is something to do; with 0 of them the work is done here.
 
     :param task: picklable; every worker unpickles it once. What it returns should be small.
-    :param workers: number of processes; 0 to work in this one, in order.
     :param describe: names an item in the error about a worker that died.
-    :raises WorkerDiedError: when an item's second worker died, too.
-    :raises Exception: what ``task`` raised; the workers are gone by then.
     """
-    if workers < 1:
-        yield from map(task, items)
-        return
-    pool: _Pool[Item, Result] = _Pool(task, workers, describe)
-    try:
-        yield from pool.run(iter(items))
-    finally:
-        pool.close()
 
-
-class _Worker(Generic[Item]):
-    """One process and what it has been given and not answered yet."""
-
-    def __init__(self, task: bytes) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs, _no_interrupt():
-            fd = theirs.fileno()
-            arguments = [sys.executable, "-c", _START, str(fd), json.dumps(sys.path)]
-            self.process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=[fd])
-        self.connection = Connection(ours.detach())
-        self.given: deque[tuple[Item, int]] = deque()
+    def __init__(
+        self, task: Callable[[Item], Result], workers: int, describe: Callable[[Item], str] = lambda _: "its work"
+    ) -> None:
         self._task = task
-
-    def give(self, item: Item, attempts: int) -> None:
-        """:raises OSError: when the process is gone; the item counts as given."""
-        self.given.append((item, attempts))
-        if self._task:
-            self.connection.send_bytes(self._task)
-            self._task = b""
-        self.connection.send(item)
-
-    def close(self) -> None:
-        """End the process at once; an item it works on is lost."""
-        self.connection.close()
-        self.process.kill()
-        self.process.wait()
-
-
-class _Pool(Generic[Item, Result]):
-    def __init__(self, task: Callable[[Item], Result], workers: int, describe: Callable[[Item], str]) -> None:
-        self._task = pickle.dumps(task, protocol=pickle.HIGHEST_PROTOCOL)
+        self._sent = pickle.dumps(task, protocol=pickle.HIGHEST_PROTOCOL) if workers else b""
         self._describe = describe
         self._most = workers
         self._workers: list[_Worker[Item]] = []
         self._again: deque[tuple[Item, int]] = deque()  # items of workers that died
 
-    def run(self, items: Iterator[Item]) -> Iterator[Result]:
+    def __enter__(self) -> WorkerPool[Item, Result]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers at once, whatever they are at."""
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+        self._again.clear()
+
+    def map(self, items: Iterable[Item]) -> Iterator[Result]:
+        """``task(item)`` of every item, as they are done; one call at a time.
+
+        Items are drawn as workers come free, so that only a few are in memory. When a worker dies (the system kills it for
+        its memory), a new one tries the item once more. If this ends early, the workers end with it.
+
+        :raises WorkerDiedError: when an item's second worker died, too.
+        :raises Exception: what ``task`` raised, or drawing items.
+        """
+        if not self._most:
+            yield from map(self._task, items)
+            return
+        try:
+            yield from self._run(iter(items))
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, items: Iterator[Item]) -> Iterator[Result]:
         exhausted = False
         while True:
             while not exhausted or self._again:
@@ -133,7 +118,7 @@ class _Pool(Generic[Item, Result]):
         if least is not None and not least.given:
             return least
         if len(self._workers) < self._most:
-            self._workers.append(_Worker(self._task))
+            self._workers.append(_Worker(self._sent))
             return self._workers[-1]
         return least if least is not None and len(least.given) < IN_HAND else None
 
@@ -169,10 +154,33 @@ class _Pool(Generic[Item, Result]):
             self._again.append((item, attempts + first))
             first = False
 
+
+class _Worker(Generic[Item]):
+    """One process and what it has been given and not answered yet."""
+
+    def __init__(self, task: bytes) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, _no_interrupt():
+            fd = theirs.fileno()
+            arguments = [sys.executable, "-c", _START, str(fd), json.dumps(sys.path)]
+            self.process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=[fd])
+        self.connection = Connection(ours.detach())
+        self.given: deque[tuple[Item, int]] = deque()
+        self._task = task
+
+    def give(self, item: Item, attempts: int) -> None:
+        """:raises OSError: when the process is gone; the item counts as given."""
+        self.given.append((item, attempts))
+        if self._task:
+            self.connection.send_bytes(self._task)
+            self._task = b""
+        self.connection.send(item)
+
     def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
-        self._workers.clear()
+        """End the process at once; an item it works on is lost."""
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
 
 
 @contextmanager
@@ -198,7 +206,7 @@ def serve() -> None:
         content = received.get()
         try:
             if task is None:
-                task = _load_task(content)
+                task = pickle.loads(content)
             else:
                 connection.send((True, task(pickle.loads(content))))
         except Exception as error:
@@ -213,15 +221,6 @@ def _receive(connection: Connection, received: queue.SimpleQueue[bytes]) -> None
             received.put(connection.recv_bytes())
     except (EOFError, OSError):
         os._exit(1)  # the parent is gone: nobody wants what this process is still at
-
-
-def _load_task(content: bytes) -> Callable[[Any], Any]:
-    if "transformers_modules" in sys.modules or b"transformers_modules" in content:
-        from transformers.dynamic_module_utils import init_hf_modules
-
-        init_hf_modules()  # a tokenizer's own code lies in a folder that only transformers knows
-    task: Callable[[Any], Any] = pickle.loads(content)
-    return task
 
 
 def _portable(error: Exception) -> Exception:

@@ -23,12 +23,12 @@ def test_inside_a_command(command: str, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_inside_a_command_with_an_application_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    import speculators.data.prepare
+    import speculators.data.prepare_config
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(speculators.data.prepare, "PrepareConfig", interrupted)
+    monkeypatch.setattr(speculators.data.prepare_config, "PrepareConfig", interrupted)
     assert main(["prepare-data", "--model", "m", "--data", "d"]) == 130
     assert capsys.readouterr().err.startswith("\nstopped; ")
 
