@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     Cache,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from speculators.data.tokenizers import load_tokenizer
 from speculators.errors import ConfigError, VerifierError
 from speculators.models.verifier_weights import text_config
 from speculators.verifiers.attention import use_grouped_attention
@@ -178,12 +178,7 @@ def _model_class(config: PretrainedConfig) -> Any:
 def _tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     if Path(name).is_dir() and not any(Path(name).glob("*token*")):
         return None
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise VerifierError(
-            f"the tokenizer of {name} cannot be loaded ({_first_line(error)}); add the model's tokenizer files"
-        ) from error
+    return load_tokenizer(name, trust_remote_code).tokenizer
 
 
 def _eos_ids(model: PreTrainedModel, config: PretrainedConfig) -> tuple[int, ...]:
