@@ -132,3 +132,16 @@ def test_a_tokenizer_that_renders_in_its_own_way(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RenderError, match="their places are not known"):
         TemplateRenderer(tokenizer).rows(MESSAGES)
     assert TemplateRenderer(tokenizer, tags="ignore").rows(MESSAGES)[0].supervised_turns == 2
+
+
+def test_a_prompt_whose_tokens_are_others_at_its_end() -> None:
+    """Two line breaks are one token where the text ends there and two before a word: only the tokens' places tell."""
+    tokenizer = byte_level(
+        "{% for m in messages %}{{ m['role'] }}:\n\n{% generation %}{{ m['content'] }}{% endgeneration %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:\n\n{% endif %}",
+        ["<|end|>"],
+        split=None,
+        eos_token="<|end|>",
+    )
+    (row,) = TemplateRenderer(tokenizer).rows(MESSAGES[:2])
+    assert tokenizer.decode(row.input_ids[row.loss_mask]) == "yes<|end|>"

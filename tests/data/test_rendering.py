@@ -352,3 +352,23 @@ def test_renderers_go_to_other_processes() -> None:
     expected = [row.input_ids.tolist() for row in renderer.rows(TWO_TURNS)]
     assert [row.input_ids.tolist() for row in again.rows(TWO_TURNS)] == expected
     assert again.prompt(TWO_TURNS[:1]) == render_prompt(tokenizer, TWO_TURNS[:1])
+
+
+def test_what_was_learnt_of_ends_is_not_taken_for_granted() -> None:
+    # A turn that stays open, and says itself what ended others.
+    end = "{% if not m['open'] %}<|im_end|>\n{% endif %}"
+    tokenizer = tiny_tokenizer(CHATML.replace("message", "m").replace("ms", "messages").replace("<|im_end|>\n", end))
+    renderer = TemplateRenderer(tokenizer)
+    assert supervised(tokenizer, renderer.rows([QUESTION, ANSWER])[0]) == ["yes.<|im_end|>"]
+    (row,) = renderer.rows([QUESTION, {"role": "assistant", "content": "a<|im_end|>\n", "open": True}])
+    assert supervised(tokenizer, row) == ["a<|im_end|>\n"]
+    # An end token that the template writes in front of answers ends none.
+    tokenizer = tiny_tokenizer(
+        "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}<|im_end|>{% endif %}{{ m['content'] }}\n\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    assert supervised(tokenizer, TemplateRenderer(tokenizer).rows([QUESTION, ANSWER])[0]) == ["<|im_end|>yes."]
+    # Behind a call, a token that closes it stands before the one that ends the turn.
+    tokenizer = tiny_tokenizer(CALLS.replace("END", "<|endoftext|>\n").replace("<|unk|>", "<|mask|>"))
+    (row,) = TemplateRenderer(tokenizer).rows([QUESTION, call({"a": 1})])
+    assert supervised(tokenizer, row)[0].endswith("<|mask|><|endoftext|>")
