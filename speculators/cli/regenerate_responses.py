@@ -195,7 +195,8 @@ def _local(verifier: str, batch_size: int, device: str | None, trust_remote_code
     from speculators.verifiers.local_answers import LocalEngine
 
     loaded = load_verifier(verifier, device=device, trust_remote_code=trust_remote_code)
-    return LocalEngine(loaded, batch_size), load_tokenizer(verifier, trust_remote_code)
+    tokenizer = load_tokenizer(verifier, trust_remote_code)
+    return LocalEngine(loaded, batch_size, tokenizer.eos_ids or None), tokenizer
 
 
 class _Server(NamedTuple):

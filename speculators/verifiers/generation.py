@@ -65,16 +65,17 @@ class Generation:
     """Rows that wait for a place in the running batch, and those that have one; more may be added at any time.
 
     :param batch_size: rows that run at once; memory for keys and values grows with it.
+    :param eos_ids: ids that end an answer; by default the verifier's end-of-sequence ids.
     """
 
-    def __init__(self, verifier: Verifier, batch_size: int) -> None:
+    def __init__(self, verifier: Verifier, batch_size: int, eos_ids: Sequence[int] | None = None) -> None:
         self.verifier = verifier
         self.batch_size = batch_size
         self.tokens = 0  #: generated so far
         self.running: list[GenerationRow] = []
         self._waiting: list[tuple[int, int, GenerationRow]] = []
         self._added = 0
-        self._eos_ids = frozenset(verifier.eos_ids)
+        self.eos_ids = frozenset(verifier.eos_ids if eos_ids is None else eos_ids)
         self._batch: RunningBatch | None = None
 
     def __len__(self) -> int:
@@ -89,7 +90,7 @@ class Generation:
     def step(self) -> list[GenerationRow]:
         """Give free places to waiting rows, generate one token for every running row, and return those it finishes.
 
-        A row is finished by one of the verifier's end-of-sequence ids, which is its last token, or by its limit.
+        A row is finished by one of :attr:`eos_ids`, which is its last token, or by its limit.
         """
         if self._batch is None:
             self._batch = running_batch(self.verifier, self.batch_size)
@@ -106,7 +107,7 @@ class Generation:
         done = []
         for place, (row, token) in enumerate(zip(running, drawn, strict=True)):
             row.answer.append(token)
-            if token in self._eos_ids or len(row.answer) == row.limit:
+            if token in self.eos_ids or len(row.answer) == row.limit:
                 done.append(place)
         finished = [running[place] for place in done]
         for place in reversed(done):  # as the batch does: the last row takes the place of the one that leaves

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 from speculators.errors import ConfigError
@@ -24,11 +25,12 @@ class LocalEngine:
     """The engine protocol over :class:`Generation`.
 
     :param batch_size: rows that run at once.
+    :param eos_ids: ids that end an answer; by default the verifier's end-of-sequence ids.
     """
 
-    def __init__(self, verifier: Verifier, batch_size: int = 64) -> None:
+    def __init__(self, verifier: Verifier, batch_size: int = 64, eos_ids: Sequence[int] | None = None) -> None:
         self.verifier = verifier
-        self._generation = Generation(verifier, batch_size)
+        self._generation = Generation(verifier, batch_size, eos_ids)
         self._keys: dict[int, Hashable] = {}
         self._asked = 0
 
@@ -49,7 +51,10 @@ class LocalEngine:
         return {"verifier": self.verifier.name}
 
     def describe(self) -> dict[str, Any]:
-        return {"verifier": self.verifier.hash, "dtype": str(self.verifier.dtype).removeprefix("torch.")}
+        # The hash is not of the weights' content, so a verifier is known by its place, too.
+        place = Path(self.verifier.name)
+        facts = {"verifier": self.verifier.hash, "dtype": str(self.verifier.dtype).removeprefix("torch.")}
+        return {**facts, "folder": str(place.resolve()) if place.is_dir() else self.verifier.name}
 
     def ask(self, question: Question) -> None:
         """Hand in a question.
@@ -74,7 +79,7 @@ class LocalEngine:
         return [(self._keys.pop(row.index), self._answer(row)) for row in done]
 
     def _answer(self, row: GenerationRow) -> Outcome:
-        stopped = row.answer[-1] in self.verifier.eos_ids
+        stopped = row.answer[-1] in self._generation.eos_ids
         return Answer(row.answer, "stop" if stopped else "length", len(row.prompt), len(row.answer))
 
     def close(self) -> None:

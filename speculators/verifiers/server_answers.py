@@ -148,7 +148,7 @@ class ServerEngine:
         return {"endpoint": self.base, "model": self.model}
 
     def describe(self) -> dict[str, Any]:
-        return {"model": self.model}
+        return {"model": self.model, "root": self.root}
 
     def ask(self, question: Question) -> None:
         self._asked += 1

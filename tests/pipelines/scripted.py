@@ -1,13 +1,23 @@
-"""An engine without a model: its answers are a function of the question, and it dies, fails or dawdles when told to."""
+"""An engine without a model: its answers are a function of the question, and it dies, fails or dawdles when told to.
+
+Also some conversations, and a regeneration of them in one call.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 from speculators.errors import VerifierError
+from speculators.pipelines.answer_files import errors_file
+from speculators.pipelines.regenerate import Records, regenerate
+from speculators.pipelines.regenerate_report import RegenerationReport
+from speculators.pipelines.regenerate_settings import RegenerateSettings, parse_distribution, temperature_of
 from speculators.verifiers.answering import Answer, Failure, Outcome, Question
 from tests.tiny import tiny_tokenizer
 
@@ -74,3 +84,62 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self._waiting.clear()
+
+
+Record = dict[str, Any]
+
+
+def user(text: str) -> Record:
+    return {"role": "user", "content": text}
+
+
+OLD = {"role": "assistant", "content": "old"}
+CONVERSATIONS: list[Any] = [
+    {"id": "one", "messages": [user("hello"), OLD, user("and"), OLD, user("so")]},
+    {"id": "two", "messages": [{"role": "system", "content": "be kind"}, user("hi"), OLD]},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]},
+    {"turns": ["first", "second", "third"]},
+    {"prompt": "what is it"},
+    *({"id": number, "messages": [user(f"number {number}"), OLD, user("more"), OLD]} for number in range(6)),
+]
+
+
+def records(given: list[Any] | None = None) -> Records:
+    given = CONVERSATIONS if given is None else given
+    digest = hashlib.sha256(json.dumps(given, default=str).encode()).hexdigest()
+    return Records([("data.jsonl", index, record) for index, record in enumerate(given)], {"data.jsonl": digest}, len(given))
+
+
+def run(
+    outfile: Path,
+    engine: Any = None,
+    given: list[Any] | None = None,
+    how: RegenerateSettings | None = None,
+    *,
+    resume: bool = False,
+    eos_ids: tuple[int, ...] = (END,),
+    tokenizer: Any = TOKENIZER,
+) -> RegenerationReport:
+    how = how or RegenerateSettings(max_tokens=20)
+    engine = engine or ScriptedEngine()
+    return regenerate(records(given), engine, tokenizer, outfile, how, eos_ids=eos_ids, resume=resume, progress=False)
+
+
+def rows(outfile: Path) -> list[Record]:
+    return [json.loads(line) for line in outfile.read_text(encoding="utf-8").splitlines()]
+
+
+def by_id(outfile: Path) -> dict[str, Record]:
+    found = rows(outfile)
+    named = {row["id"]: row for row in found}
+    assert len(named) == len(found), "a row is there twice"
+    return named
+
+
+def errors(outfile: Path) -> list[Record]:
+    return rows(errors_file(outfile)) if errors_file(outfile).exists() else []
+
+
+TEMPERATURES = parse_distribution('{"0.0": 1, "0.7": 3}', "--temperature", temperature_of)
+#: Nine tokens an answer, most of them sampled.
+DRAWN = RegenerateSettings(max_tokens=9, temperature=TEMPERATURES)

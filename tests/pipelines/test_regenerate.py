@@ -4,86 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
-import shutil
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from speculators.errors import ConfigError, DataError, VerifierError
-from speculators.pipelines.answer_files import errors_file, run_file
-from speculators.pipelines.regenerate import Records, regenerate
-from speculators.pipelines.regenerate_inputs import open_records
-from speculators.pipelines.regenerate_report import RegenerationReport
-from speculators.pipelines.regenerate_settings import RegenerateSettings, parse_distribution, parse_sampling, temperature_of
-from speculators.sampling import SamplingParams
+from speculators.errors import ConfigError, DataError
+from speculators.pipelines.regenerate_settings import RegenerateSettings, parse_distribution
 from speculators.verifiers.answering import Answer, Failure, Outcome, Question
 from speculators.verifiers.generation import generate_answers
 from speculators.verifiers.loading import load_verifier
 from speculators.verifiers.local_answers import LocalEngine
-from tests.pipelines.scripted import END, TOKENIZER, ScriptedEngine, echo, spell
+from tests.pipelines.scripted import (
+    CONVERSATIONS,
+    END,
+    OLD,
+    TOKENIZER,
+    ScriptedEngine,
+    by_id,
+    echo,
+    errors,
+    rows,
+    run,
+    spell,
+    user,
+)
 from tests.tiny import CHATML, tiny_tokenizer, tiny_verifier
-
-Record = dict[str, Any]
-
-
-def user(text: str) -> Record:
-    return {"role": "user", "content": text}
-
-
-OLD = {"role": "assistant", "content": "old"}
-CONVERSATIONS: list[Any] = [
-    {"id": "one", "messages": [user("hello"), OLD, user("and"), OLD, user("so")]},
-    {"id": "two", "messages": [{"role": "system", "content": "be kind"}, user("hi"), OLD]},
-    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]},
-    {"turns": ["first", "second", "third"]},
-    {"prompt": "what is it"},
-    *({"id": number, "messages": [user(f"number {number}"), OLD, user("more"), OLD]} for number in range(6)),
-]
-
-
-def records(given: list[Any] | None = None) -> Records:
-    given = CONVERSATIONS if given is None else given
-    digest = hashlib.sha256(json.dumps(given, default=str).encode()).hexdigest()
-    return Records([("data.jsonl", index, record) for index, record in enumerate(given)], {"data.jsonl": digest}, len(given))
-
-
-def run(
-    outfile: Path,
-    engine: Any = None,
-    given: list[Any] | None = None,
-    how: RegenerateSettings | None = None,
-    *,
-    resume: bool = False,
-    eos_ids: tuple[int, ...] = (END,),
-    tokenizer: Any = TOKENIZER,
-) -> RegenerationReport:
-    how = how or RegenerateSettings(max_tokens=20)
-    engine = engine or ScriptedEngine()
-    return regenerate(records(given), engine, tokenizer, outfile, how, eos_ids=eos_ids, resume=resume, progress=False)
-
-
-def rows(outfile: Path) -> list[Record]:
-    return [json.loads(line) for line in outfile.read_text(encoding="utf-8").splitlines()]
-
-
-def by_id(outfile: Path) -> dict[str, Record]:
-    found = rows(outfile)
-    named = {row["id"]: row for row in found}
-    assert len(named) == len(found), "a row is there twice"
-    return named
-
-
-def errors(outfile: Path) -> list[Record]:
-    return rows(errors_file(outfile)) if errors_file(outfile).exists() else []
 
 
 def test_rows_are_what_the_verifier_says_to_its_own_history(tmp_path: Path) -> None:
@@ -124,99 +73,6 @@ def test_rows_are_what_the_verifier_says_to_its_own_history(tmp_path: Path) -> N
     assert report.finish_reasons == Counter(row["metadata"]["finish_reason"] for row in found.values())
     assert {"stop", "length"} <= report.finish_reasons.keys()
     assert report.tokens == report.new_tokens == sum(sum(row["loss_mask"]) for row in found.values())
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing interrupted, with drawn settings."""
-    outfile = tmp_path_factory.mktemp("whole") / "out.jsonl"
-    run(outfile, how=DRAWN)
-    return outfile
-
-
-DRAWN = RegenerateSettings(
-    max_tokens=9, temperature=parse_distribution('{"0.0": 1, "0.7": 3}', "--temperature", temperature_of)
-)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(share=st.floats(0, 1), died=st.one_of(st.none(), st.integers(0, 12)))
-def test_a_run_goes_on_behind_any_cut(share: float, died: int | None, whole: Path, tmp_path: Path) -> None:
-    """Cut at any byte, perhaps a second time by a lost engine: the rows are those of the run that nothing interrupted."""
-    outfile = tmp_path / "out.jsonl"
-    for name in (outfile, errors_file(outfile)):
-        name.unlink(missing_ok=True)
-    shutil.copy(run_file(whole), run_file(outfile))
-    content = whole.read_bytes()
-    outfile.write_bytes(content[: int(share * len(content))])
-    if died is not None:
-        engine = ScriptedEngine(dies_after=died)
-        try:
-            run(outfile, engine, how=DRAWN)
-        except VerifierError as error:
-            assert "what is done is kept" in str(error)  # noqa: PT017
-    kept = outfile.read_bytes().count(b"\n")
-    engine = ScriptedEngine()
-    report = run(outfile, engine, how=DRAWN)
-    assert by_id(outfile) == by_id(whole)
-    assert len(engine.asked) == len(by_id(whole)) - kept, "an answer that was there was asked for again"
-    assert report.records == len(CONVERSATIONS)
-
-
-def _slowly(outfile: Path) -> None:
-    run(outfile, ScriptedEngine(seconds=0.01), how=DRAWN)
-
-
-def test_kill_minus_nine(whole: Path, tmp_path: Path) -> None:
-    outfile = tmp_path / "out.jsonl"
-    context = multiprocessing.get_context("fork")
-    kills = 0
-    for _ in range(30):
-        child = context.Process(target=_slowly, args=(outfile,))
-        child.start()
-        child.join(0.03 + 0.02 * kills)
-        if child.exitcode is not None:
-            break
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
-        kills += 1
-    assert kills >= 2
-    assert child.exitcode == 0
-    assert by_id(outfile) == by_id(whole)
-
-
-def test_other_settings_are_refused_unless_they_are_wanted(tmp_path: Path) -> None:
-    outfile = tmp_path / "out.jsonl"
-    with pytest.raises(VerifierError):
-        run(outfile, ScriptedEngine(dies_after=4))
-    before = outfile.read_bytes()
-    more = RegenerateSettings(max_tokens=30)
-    with pytest.raises(ConfigError, match=r"begun with other settings \(max_tokens\); .*--resume"):
-        run(outfile, how=more)
-    with pytest.raises(ConfigError, match=r"answers of another verifier or tokenizer \(verifier\)"):
-        run(outfile, ScriptedEngine(name="other"), resume=True)
-    with pytest.raises(ConfigError, match=r"other settings \(data\)"):
-        run(outfile, given=CONVERSATIONS[:8])
-    assert outfile.read_bytes() == before
-    run(outfile, how=more, resume=True)
-    assert Counter(row["metadata"]["sampling_params"]["max_tokens"] for row in rows(outfile))[20] == 4
-    run(outfile, how=more)
-    run_file(outfile).unlink()
-    with pytest.raises(ConfigError, match=r"no out.run.json beside it says how it was made"):
-        run(outfile, how=more)
-
-
-def test_a_file_that_is_no_file_of_ours_is_refused(tmp_path: Path) -> None:
-    outfile = tmp_path / "out.jsonl"
-    run(outfile)
-    lines = outfile.read_bytes().splitlines(keepends=True)
-    for wrong in (b"{}\n", lines[0], b"[1]\n", b"\0\0\n"):
-        outfile.write_bytes(b"".join([*lines[:3], wrong, *lines[3:]]))
-        before = outfile.read_bytes()
-        with pytest.raises(DataError, match=r"line 4 of .* is no row that this run could go on behind"):
-            run(outfile)
-        assert outfile.read_bytes() == before
 
 
 def test_every_record_has_one_end(tmp_path: Path) -> None:
@@ -362,41 +218,6 @@ def test_ids_that_are_not_unique(tmp_path: Path) -> None:
     assert not again.asked
 
 
-def test_draws_are_a_function_of_seed_conversation_and_turn(tmp_path: Path, whole: Path) -> None:
-    shuffled = tmp_path / "shuffled.jsonl"
-    run(shuffled, given=CONVERSATIONS[::-1], how=DRAWN)
-    drawn = {name: row["metadata"]["sampling_params"] for name, row in by_id(whole).items()}
-    assert drawn == {name: row["metadata"]["sampling_params"] for name, row in by_id(shuffled).items()}
-    assert {params["temperature"] for params in drawn.values()} == {0.0, 0.7}
-    assert len({params["seed"] for params in drawn.values()}) == len(drawn)
-    other = tmp_path / "other.jsonl"
-    run(other, how=RegenerateSettings(max_tokens=9, seed=1, temperature=DRAWN.temperature))
-    assert drawn != {name: row["metadata"]["sampling_params"] for name, row in by_id(other).items()}
-
-
-def test_distributions() -> None:
-    half = parse_distribution('{"0.0": 3, "0.7": 1, "1.0": 0}', "--temperature", temperature_of)
-    assert half is not None
-    assert Counter(half.draw(place / 1000) for place in range(1000)) == {0.0: 750, 0.7: 250}
-    one = parse_distribution("0.7", "--temperature", temperature_of)
-    assert one is not None
-    assert one.draw(0.999) == 0.7
-    for wrong in ("warm", "-1", '{"0.1": -1}', '{"0.1": 0}', "{}", '{"0.1": "x"}', '{"x": 1}', "{", '{"0.1": true}'):
-        with pytest.raises(ConfigError, match="--temperature"):
-            parse_distribution(wrong, "--temperature", temperature_of)
-
-
-def test_sampling_parameters() -> None:
-    assert parse_sampling(None) == (SamplingParams(), {})
-    assert parse_sampling('{"temperature": 0.5, "top_k": -1, "min_p": 0.1}') == (
-        SamplingParams(temperature=0.5),
-        {"min_p": 0.1},
-    )
-    for wrong, said in {"[]": "no JSON object", '{"top_p": 2}': "top_p", '{"seed": 1}': "--seed", '{"n": 2}': "itself"}.items():
-        with pytest.raises(ConfigError, match=said):
-            parse_sampling(wrong)
-
-
 def test_languages(tmp_path: Path) -> None:
     given = [{"prompt": "a", "language": "EN"}, {"prompt": "b", "language": "fr"}, {"prompt": "c"}]
     report = run(tmp_path / "out.jsonl", given=given, how=RegenerateSettings(max_tokens=9, language="en"))
@@ -438,28 +259,6 @@ def test_text_of_a_server_is_tokenised_again_and_marked(tmp_path: Path) -> None:
     outfile.write_bytes(lines[0])
     run(outfile, ScriptedEngine(answer), CONVERSATIONS[:1])
     assert outfile.read_bytes() == b"".join(lines)
-
-
-def test_limits_of_conversations(tmp_path: Path) -> None:
-    outfile = tmp_path / "out.jsonl"
-    assert run(outfile, how=RegenerateSettings(max_tokens=20, limit=3)).records == 3
-    assert run(outfile, how=RegenerateSettings(max_tokens=20, limit=5)).records == 5
-    assert len({row["primary_id"] for row in rows(outfile)}) == 5
-
-
-def test_inputs(tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"question": "why", "answer": "so"}\n{broken\n{"prompt": "x"}\n', encoding="utf-8")
-    opened = open_records(str(data))
-    assert opened.total == 3
-    kinds = [type(record).__name__ for _, _, record in opened.records]
-    assert kinds == ["dict", "DataError", "dict"]
-    with pytest.raises(ConfigError, match="--split and --subset"):
-        open_records(str(data), split="train")
-    with pytest.raises(DataError, match=r"hf:openai/gsm8k:main:test cannot be (reached|read)"):
-        open_records("gsm8k", split="test")
-    with pytest.raises(DataError, match="there is no data file absent"):
-        open_records("absent")
 
 
 def test_nothing_there(tmp_path: Path) -> None:

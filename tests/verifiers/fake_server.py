@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.fake.stopped:
             self.close_connection = True
             return
-        whole = self._answer(body)
+        whole = {} if isinstance(fault, int) else self._answer(body)
         self.fake.leave()  # before the client can know of it and send the next
         with suppress(BrokenPipeError, ConnectionResetError):
             if fault is None:
