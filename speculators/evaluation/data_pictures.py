@@ -87,7 +87,7 @@ def sources_picture(survey: Survey) -> str:
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("% of the data set")
     axes.grid(False, axis="y")
-    axes.legend(frameon=False, labelcolor=_INK, loc="lower right")
+    axes.legend(frameon=False, labelcolor=_INK, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return _svg(figure, "sources", "Share of rows and of supervised tokens by source")
 
 
