@@ -28,8 +28,12 @@ __all__ = ["Rounds", "worker_count"]
 #: Bytes of sources that one process renders in less time than it takes another to start.
 SMALL = 4 << 20
 
-#: Bytes of a block; a worker holds a few of them, parsed and rendered.
+#: Most bytes of a block; a worker holds a few of them, parsed and rendered.
 BLOCK_BYTES = 1 << 20
+
+#: Blocks are smaller, down to this many bytes, where there would be too few to share out evenly.
+LEAST_BLOCK_BYTES = 1 << 17
+MANY_BLOCKS = 64
 
 #: More records than the yield so far asks for, lest a round fall short by a few rows and another be needed.
 MARGIN = 1.1
@@ -73,6 +77,8 @@ class Rounds:
         self.keep_duplicates = keep_duplicates
         self.shown = shown
         self._bytes = sum(source_bytes(source) for source in sources)
+        # Of the sources alone: a run that goes on behind a kill must cut the same blocks, with however many workers.
+        self.block_bytes = min(BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self._bytes // MANY_BLOCKS))
         self._pool: WorkerPool[Job, BlockDone]
         self._pool = WorkerPool(BlockTask(make_renderer, rules, folder), worker_count(workers, self._bytes), _describe)
 
@@ -148,7 +154,7 @@ class _Feed:
         """Blocks that have something to render and were not finished by an earlier run."""
         rounds = self._rounds
         before = np.cumsum([0, *(source_bytes(source) for source in rounds.sources)]).tolist()
-        for number, block in enumerate(read_blocks(rounds.sources, block_bytes=BLOCK_BYTES)):
+        for number, block in enumerate(read_blocks(rounds.sources, block_bytes=rounds.block_bytes)):
             self.blocks = number + 1
             read = max(self._read, before[block.source] + block.consumed)
             size, self._read = read - self._read, read
