@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from speculators.cli.prepare_data import main
 from speculators.data import AnswerRecord, RowDataset, load_token_frequencies
@@ -142,6 +145,28 @@ def test_max_samples_gives_the_first_rows_of_all(tmp_path: Path) -> None:
             assert totals["not_needed"] > 10
             assert sum(totals[key] for key in kept) <= most
     assert not any("not_needed" in line for line in (tmp_path / "1" / "rejected.jsonl").read_text().splitlines())
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    chosen=st.lists(st.integers(0, len(RECORDS) - 1), min_size=1, max_size=30),
+    most=st.none() | st.integers(1, 8),
+    rows=st.sampled_from(["auto", "turn"]),
+    keep=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_buckets_always_add_up(chosen: list[int], most: int | None, rows: str, keep: bool, seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_lines(Path(folder) / "data.jsonl", [RECORDS[place][0] for place in chosen])
+        changes = {"max_samples": most, "rows": rows, "keep_duplicates": keep, "seed": seed, "skip_token_freq": True}
+        report = prepared(data, Path(folder) / "output", allow_empty_output=True, **changes)
+        totals = report.account.totals()
+        assert sum(totals.values()) == len(chosen)
+        assert totals["unreadable"] == sum(RECORDS[place][1] == "unreadable" for place in chosen)
+        told = [json.loads(line)["index"] for line in (Path(folder) / "output" / "rejected.jsonl").read_text().splitlines()]
+        assert told == sorted(set(told))
+        assert len(told) == len(chosen) - totals["kept"] - totals["truncated"] - totals["not_needed"]
+        assert (report.dataset is None) == (totals["kept"] + totals["truncated"] == 0)
 
 
 def test_duplicates_stay_where_that_is_wanted(data: Path, tmp_path: Path) -> None:
