@@ -80,7 +80,12 @@ def temporary_beside(path: Path) -> Path:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` (same suffix) to fill; it is renamed over ``path`` if the body succeeds, and gone if not."""
+    """A file beside ``path`` (same suffix) to fill; it is renamed over ``path`` if the body succeeds, and gone if not.
+
+    :raises OSError: also when ``path`` is there and no file; renaming would put one in the place of a device such as /dev/null.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EISDIR, "it is there and no ordinary file", str(path))
     temporary = temporary_beside(path)
     try:
         yield temporary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,18 @@ def test_a_full_disk_under_written_data_is_a_sentence(tmp_path: Path) -> None:
     with no_room(), pytest.raises(DataError, match=r"the disk is full while writing .*rejected\.jsonl; free some space"):
         atomic_write(tmp_path / "rejected.jsonl", lambda path: path.write_text("x" * 100))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_and_no_file_is_never_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"  # as a device such as /dev/null, which root can replace, is
+    os.mkfifo(pipe)
+    for place in (pipe, tmp_path, Path("/"), Path("")):
+        with pytest.raises(DataError, match="no ordinary file"):
+            atomic_write(place, lambda path: path.write_text("x"))
+        with pytest.raises(OSError, match="no ordinary file"):
+            write_text_atomically(place, "x")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["pipe"]
+    assert not pipe.is_file()
 
 
 def test_the_command_line_says_which_file_had_no_room(

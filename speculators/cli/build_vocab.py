@@ -28,7 +28,8 @@ def build_vocab(
         typer.Option("--model", "--target-model-path", help="Folder or hub id of the verifier.", show_default=False),
     ] = None,
     target_vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="The verifier's vocabulary, where there is no --model.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=1 << 24, help="The verifier's vocabulary, where there is no --model.", show_default=False),
     ] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Ids to keep.", show_default=False)] = None,
     coverage: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -46,7 +47,7 @@ def regenerate_responses(
         bool,
         typer.Option("--resume", help="Go on behind the rows of --outfile even if other settings or data made them."),
     ] = False,
-    concurrency: Annotated[int, typer.Option(min=1, help="Answers under way at once.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, max=65536, help="Answers under way at once.")] = 64,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the verifier's folder.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 8192,
     on_length: Annotated[
@@ -108,7 +109,8 @@ def regenerate_responses(
 
     The same command goes on behind the rows of a run that was stopped.
     """
-    from speculators.errors import ConfigError
+    from speculators.errors import ConfigError, DataError
+    from speculators.pipelines.answer_files import errors_file
     from speculators.pipelines.regenerate import regenerate
     from speculators.pipelines.regenerate_inputs import open_records
     from speculators.pipelines.regenerate_settings import (
@@ -179,6 +181,8 @@ def regenerate_responses(
     typer.echo(f"{place}:")
     for line in report.lines():
         typer.echo(line)
+    if not report.rows:
+        raise DataError(f"no answer was written; {errors_file(place)} says of every record why")
 
 
 def _refuse_given(flags: Mapping[str, Any], owner: str) -> None:
@@ -212,6 +216,7 @@ class _Server(NamedTuple):
 def _remote(server: _Server, tokenizer: str | None, trust_remote_code: bool) -> tuple[AnswerEngine, LoadedTokenizer]:
     from speculators.data.tokenizers import load_tokenizer
     from speculators.errors import ConfigError, VerifierError
+    from speculators.models.verifier_weights import read_verifier_config, text_config
     from speculators.verifiers.server_answers import MAX_RETRIES, REQUEST_SECONDS, ServerEngine
 
     key = None
@@ -236,6 +241,8 @@ def _remote(server: _Server, tokenizer: str | None, trust_remote_code: bool) -> 
             raise
         raise VerifierError(f"the server's model is {engine.root}, and {error}; name its folder with --tokenizer") from error
     engine.eos_ids = loaded.eos_ids
+    with suppress(VerifierError, AttributeError):  # of a folder with a tokenizer alone
+        engine.vocab_size = int(text_config(read_verifier_config(tokenizer or engine.root, trust_remote_code)).vocab_size)
     return engine, loaded
 
 

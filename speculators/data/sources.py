@@ -52,6 +52,8 @@ def _find(data: str | Path) -> list[Source]:
         return [Source(text, _kind(path), path)]
     if text.startswith("hf:"):
         return [Source(text, "hub", hub=HubSet.parse(text))]
+    if not text.strip():
+        raise DataError("the name of the data is empty; give a file, a folder or a data set of a hub")
     path = Path(text)
     if path.is_dir():
         found = list(_walk(path))

@@ -63,6 +63,8 @@ def regenerate(
     :raises VerifierError: when the engine is lost; what is done is kept.
     """
     _check_template(tokenizer, settings)
+    if (outfile.is_symlink() or outfile.exists()) and not outfile.is_file():
+        raise ConfigError(f"--outfile {outfile} is there and no ordinary file; name a file, such as answers.jsonl")
     with locked_place(outfile, "--outfile"):
         fixed = {**engine.describe(), **(hashes or {})}
         check_settings(outfile, fixed, settings.record(), inputs.sources, resume=resume)

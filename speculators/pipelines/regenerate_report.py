@@ -44,11 +44,15 @@ class RegenerationReport:
     def records(self) -> int:
         return sum(self.ends.values())
 
+    @property
+    def rows(self) -> int:
+        """In the file."""
+        return sum(self.finish_reasons.get(reason, 0) for reason in ("stop", "length", "tool_calls"))
+
     def lines(self) -> list[str]:
         """The account: records by end, then answers by finish reason."""
-        rows = sum(self.finish_reasons.get(reason, 0) for reason in ("stop", "length", "tool_calls"))
         rate = self.new_tokens / self.seconds if self.seconds else 0.0
-        lines = [f"{self.records} records -> {rows} rows, {self.tokens} answer tokens"]
+        lines = [f"{self.records} records -> {self.rows} rows, {self.tokens} answer tokens"]
         lines += [f"  {count:>8} {ENDS[end]}" for end, count in self.ends.items() if count]
         said = ", ".join(f"{reason} {self.finish_reasons.get(reason, 0)}" for reason in _REASONS)
         lines.append(f"finish reasons: {said}")

@@ -77,6 +77,10 @@ class RegenerateSettings:
         }
 
 
+#: Weights are added up as floats; of larger ones nobody is in need.
+_HEAVIEST = 1e100
+
+
 def parse_distribution(text: str | None, flag: str, read: Callable[[str], Value]) -> Distribution[Value] | None:
     """``0.7``, ``low`` or JSON such as ``{"0.0": 0.5, "0.7": 0.5}``; None of None.
 
@@ -92,7 +96,7 @@ def parse_distribution(text: str | None, flag: str, read: Callable[[str], Value]
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{wrong} ({error})") from None
     weights = tuple(parsed.values())
-    if not all(type(weight) in (int, float) and 0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:
+    if not all(type(weight) in (int, float) and 0 <= weight <= _HEAVIEST for weight in weights) or not sum(weights) > 0:
         raise ConfigError(wrong)
     return Distribution(values, tuple(float(weight) for weight in weights))
 
@@ -134,7 +138,7 @@ def parse_sampling(text: str | None) -> tuple[SamplingParams, dict[str, Any]]:
         return SamplingParams.model_validate(known), given
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"--sampling-params has {first['loc'][0]} {first['input']!r}: {first['msg'].lower()}") from None
+        raise ConfigError(f"--sampling-params has {first['loc'][0]} {first['input']!r}: {_said(first)}") from None
 
 
 def uniform_of(what: str, seed: int, primary_id: str, turn: int) -> float:
@@ -154,7 +158,15 @@ def _number(what: str, seed: int, primary_id: str, turn: int) -> int:
 
 def temperature_of(text: str) -> float:
     """:raises ValueError: for no temperature."""
-    return SamplingParams(temperature=float(text)).temperature
+    try:
+        return SamplingParams(temperature=float(text)).temperature
+    except ValidationError as error:
+        raise ValueError(_said(error.errors()[0])) from None
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """What is wrong with a value, without the validator's preface."""
+    return str(error["msg"]).removeprefix("Value error, ").lower()
 
 
 def effort_of(text: str) -> str:

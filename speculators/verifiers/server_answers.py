@@ -79,6 +79,7 @@ class ServerEngine:
         self.max_retries = max_retries
         self.eos_ids = tuple(eos_ids)
         self.allow_retokenized = allow_retokenized
+        self.vocab_size: int | None = None  #: ids that the model can generate; None when it is not known
         self.exact = True  #: False once the server has shown that it gives no token ids
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS, pool=None)
@@ -107,8 +108,10 @@ class ServerEngine:
         if response.status_code in (401, 403):
             raise VerifierError(f"the server at {self.base} wants a key; name the variable that holds it with --api-key-env")
         try:
-            entries = {str(entry["id"]): entry for entry in response.raise_for_status().json()["data"]}
-        except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+            if response.status_code != 200:
+                raise ValueError(f"status {response.status_code}")
+            entries = {str(entry["id"]): entry for entry in response.json()["data"]}
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise VerifierError(
                 f"{address} lists no models ({last_line(error)}); give the address of an OpenAI-compatible server"
             ) from error
@@ -133,7 +136,7 @@ class ServerEngine:
     @property
     def context_length(self) -> int | None:
         length = self._served.get("max_model_len")
-        return length if isinstance(length, int) else None
+        return length if type(length) is int and length > 0 else None
 
     @property
     def window(self) -> int:
@@ -197,12 +200,12 @@ class ServerEngine:
             except SpeculatorsError as error:
                 outcome = error
             except Exception as error:  # a bug of ours must not leave the caller waiting for ever
-                outcome = Failure(f"{type(error).__name__}: {error}")
+                outcome = self._failure(f"{type(error).__name__}: {error}")
             if isinstance(outcome, Answer):
                 self._tokens += outcome.answer_tokens
             self._done.put((question.key, outcome))
 
-    async def _outcome(self, question: Question) -> Outcome:
+    async def _outcome(self, question: Question) -> Outcome | VerifierError:
         """The answer, after as many tries as it takes.
 
         :raises SpeculatorsError: when the whole run is to end.
@@ -228,30 +231,34 @@ class ServerEngine:
                 reason, wait = str(fault), fault.wait
                 continue
             except _Refused as fault:
-                return self._failed(str(fault))
+                return self._failure(str(fault))
             self._failures = 0
             return answer
         if not await self._alive():
             raise VerifierError(
                 f"the server at {self.base} is gone ({reason}); what is done is kept: start it and run the same command again"
             )
-        return self._failed(f"{reason}, after {self.max_retries + 1} tries")
+        return self._failure(f"{reason}, after {self.max_retries + 1} tries")
 
-    def _failed(self, reason: str) -> Failure:
+    def _failure(self, reason: str) -> Failure | VerifierError:
+        """Of one question, or of the run after too many of them."""
         self._failures += 1
-        if self._failures >= _HOPELESS:
-            raise VerifierError(
-                f"{self._failures} questions in a row failed at {self.base}, the last with: {reason}; what is done is kept"
-            )
-        return Failure(reason)
+        if self._failures < _HOPELESS:
+            return Failure(reason)
+        return VerifierError(
+            f"{self._failures} questions in a row failed at {self.base}, the last with: {reason}; what is done is kept"
+        )
 
     async def _try(self, question: Question) -> Answer:
         exact = self.exact
         path = "completions" if exact else "chat/completions"
         body = completion_body(self.model, question, self.eos_ids) if exact else chat_body(self.model, question)
         try:
-            response = await self._client.post(f"{self.base}/{path}", json=body)
-        except httpx.TransportError as error:
+            async with asyncio.timeout(self._timeout.read):  # httpx's own begins anew with every byte that comes
+                response = await self._client.post(f"{self.base}/{path}", json=body)
+        except TimeoutError:
+            raise _Passing("ReadTimeout") from None
+        except httpx.RequestError as error:
             raise _Passing(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
         status = response.status_code
         if status in _PASSING or status >= 500:
@@ -261,9 +268,15 @@ class ServerEngine:
         if status != 200:
             raise _Refused(f"status {status}: {refusal_of(response.text)}")
         try:
-            return answer_of_completion(response.content, question) if exact else answer_of_chat(response.content)
+            answer = answer_of_completion(response.content, question) if exact else answer_of_chat(response.content)
         except Garbled as error:
             raise _Passing(f"an answer that makes no sense ({error})") from error
+        if self.vocab_size is not None and max(answer.ids, default=0) >= self.vocab_size:
+            raise VerifierError(
+                f"the server at {self.base} generated the id {max(answer.ids)}, but its model should have {self.vocab_size} "
+                "ids; it serves another model, so correct --tokenizer"
+            )
+        return answer
 
     async def _alive(self) -> bool:
         try:

@@ -24,6 +24,10 @@ __all__ = [
 _PATHS = ("/chat/completions", "/completions", "/models", "/v1")
 
 
+#: Larger than the ids of any tokenizer.
+_ID_LIMIT = 1 << 31
+
+
 class Garbled(Exception):
     """An answer in a form that no server means to give."""
 
@@ -128,11 +132,13 @@ def answer_of_completion(content: bytes, question: Question) -> Answer:
         if isinstance(choice.get("text"), str):
             raise NoTokenIds
         raise Garbled("neither token ids nor text")
-    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < _ID_LIMIT for token in ids):
         raise Garbled(f"token ids {str(ids)[:80]}")
     if not ids or len(ids) > question.limit:
         raise Garbled(f"{len(ids)} tokens where 1 to {question.limit} were asked for")
     read = choice.get("prompt_token_ids", whole.get("prompt_token_ids"))
+    if read is not None and not isinstance(read, list):
+        raise Garbled(f"prompt token ids {str(read)[:80]}")
     if read is not None and read != list(question.prompt):
         raise VerifierError(
             f"the server read a prompt of {len(read)} tokens that is not the one of {len(question.prompt)} sent to it; "

@@ -87,18 +87,22 @@ def test_a_server_that_goes_away_keeps_what_is_done(folder: Path, capsys: pytest
         (("--verifier", "VERIFIER", "--on-length", "burn"), 2, "--on-length is burn"),
         (("--verifier", "VERIFIER", "--sampling-params", '{"min_p": 1}'), 2, "min_p, which only servers know"),
         (("--verifier", "VERIFIER", "--sampling-params", "x"), 2, "no JSON object"),
-        (("--verifier", "VERIFIER", "--temperature", "-1"), 2, "--temperature -1 is no distribution"),
+        (("--verifier", "VERIFIER", "--temperature", "-1"), 2, "(input should be greater than or equal to 0)"),
         (("--verifier", "VERIFIER", "--temperature", "1", "--sampling-params", '{"temperature": 1}'), 2, "leave one out"),
         (("--verifier", "VERIFIER", "--reasoning-effort", "low"), 2, "knows no reasoning_effort"),
         (("--verifier", "VERIFIER", "--split", "train"), 2, "--split and --subset"),
         (("--verifier", "VERIFIER", "--language-filter", "de"), 1, "says that its language is de"),
+        (("--verifier", "VERIFIER", "--concurrency", "4", "--dataset", ""), 1, "the name of the data is empty"),
+        (("--verifier", "VERIFIER", "--outfile", "/"), 2, "--outfile / is there and no ordinary file"),
+        (("--verifier", "VERIFIER", "--outfile", "FOLDER"), 2, "is there and no ordinary file"),
+        (("--verifier", "VERIFIER", "--dataset", "VERIFIER/config.json"), 1, "refused.errors.jsonl says of every record why"),
         (("--endpoint", "localhost:1", "--api-key-env", "NO_SUCH_VARIABLE_HERE"), 2, "NO_SUCH_VARIABLE_HERE"),
     ],
 )
 def test_what_is_refused(
     words: tuple[str, ...], code: int, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = tuple(str(folder / "verifier") if word == "VERIFIER" else word for word in words)
+    words = tuple(word.replace("VERIFIER", str(folder / "verifier")).replace("FOLDER", str(folder)) for word in words)
     assert run(typed(folder, "refused.jsonl", *words)) == code
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1

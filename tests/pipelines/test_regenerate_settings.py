@@ -20,8 +20,9 @@ def test_distributions() -> None:
     one = parse_distribution("0.7", "--temperature", temperature_of)
     assert one is not None
     assert one.draw(0.999) == 0.7
-    for wrong in ("warm", "-1", '{"0.1": -1}', '{"0.1": 0}', "{}", '{"0.1": "x"}', '{"x": 1}', "{", '{"0.1": true}'):
-        with pytest.raises(ConfigError, match="--temperature"):
+    huge = ("nan", f'{{"0.1": 1{400 * "0"}}}', '{"0.1": 1e308, "0.2": 1e308}')
+    for wrong in ("warm", "-1", '{"0.1": -1}', '{"0.1": 0}', "{}", '{"0.1": "x"}', '{"x": 1}', "{", '{"0.1": true}', *huge):
+        with pytest.raises(ConfigError, match=r"^--temperature .*$"):
             parse_distribution(wrong, "--temperature", temperature_of)
 
 

@@ -17,8 +17,10 @@ from speculators.verifiers.answering import Answer, Question, answer_all
 from speculators.verifiers.loading import Verifier
 from speculators.verifiers.local_answers import LocalEngine
 
-#: What :attr:`FakeServer.faults` may name: a status, or one of these.
-FAULTS = ("drop", "cut", "slow", "garbage", "no choices", "abort", "no ids in list", "empty")
+#: What of an answer :attr:`FakeServer.faults` can spoil.
+SPOILT = ("no choices", "abort", "no ids in list", "huge id", "no prompt", "empty")
+#: What they may name: a status, or one of these.
+FAULTS = ("drop", "cut", "slow", "drip", "garbage", "gzip", *SPOILT)
 
 
 class FakeServer:
@@ -157,6 +159,15 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault == "slow":
             time.sleep(1.2)
             self._send(whole)
+        elif fault == "drip":  # never long without a byte
+            content = json.dumps(whole).encode()
+            self._send_bytes(content[:1], length=len(content) + 5)
+            for _ in range(5):
+                time.sleep(0.25)
+                self.wfile.write(b" ")
+            self.wfile.write(content[1:])
+        elif fault == "gzip":
+            self._send(whole, headers={"Content-Encoding": "gzip"})
         elif fault == "garbage":
             self._send_bytes(b"<html>")
         else:
@@ -165,6 +176,8 @@ class _Handler(BaseHTTPRequestHandler):
                 "no choices": {"choices": []},
                 "abort": {"choices": [{**choice, "finish_reason": "abort"}]},
                 "no ids in list": {"choices": [{**choice, "token_ids": ["a"]}]},
+                "huge id": {"choices": [{**choice, "token_ids": [1 << 70]}]},
+                "no prompt": {"choices": [{**choice, "prompt_token_ids": 5}]},
                 "empty": {"choices": [{**choice, "token_ids": []}]},
             }[fault]
             self._send({**whole, **change})
