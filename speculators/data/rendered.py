@@ -11,7 +11,7 @@ import numpy as np
 from speculators.data.encoding import Encoded
 from speculators.data.role_order import role_order_fault
 from speculators.data.rows import Row
-from speculators.data.turns import Messages, Render, Turn, TurnFinder, UnstableHistoryError
+from speculators.data.turns import DroppedCallsError, Messages, Render, Turn, TurnFinder, UnstableHistoryError
 from speculators.errors import DataError
 
 __all__ = [
@@ -143,6 +143,9 @@ def find_turns(
         )
         reason += f" ({difference(error.before, error.after)}), so the turn answers something that the verifier is never given"
         raise RenderError("unstable_template", f"{reason}; use another chat template") from None
+    except DroppedCallsError:
+        reason = f"the chat template leaves out the tool calls of message {index}; use a template that renders them"
+        raise RenderError("template_refused", f"{reason}, or leave the conversation out") from None
     except RenderError as error:
         fault = role_order_fault([dict(message) for message in messages]) if error.outcome == "template_refused" else None
         if fault is None:
@@ -175,7 +178,7 @@ def find_rows(
         raise NothingSupervisedError(_why_nothing(messages, found.turns))
     if history == "turn" or changed is not None:
         return [FoundRow(messages[: turn.index + 1], turn.upto, [turn]) for turn in supervised]
-    return [FoundRow(found.messages, found.whole, supervised)]
+    return [FoundRow(found.messages, found.whole, [finder.ended(turn, found.whole) for turn in supervised])]
 
 
 def _why_nothing(messages: Messages, turns: Sequence[Turn]) -> str:

@@ -8,12 +8,13 @@ the turn; what the template writes after it is the same whatever the answer says
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from speculators.data.encoding import Encoded, longest_prefix
+from speculators.errors import DataError
 
-__all__ = ["Messages", "Render", "Turn", "TurnFinder", "UnstableHistoryError"]
+__all__ = ["DroppedCallsError", "Messages", "Render", "Turn", "TurnFinder", "UnstableHistoryError"]
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -33,6 +34,10 @@ class UnstableHistoryError(Exception):
         super().__init__()
         self.before = before
         self.after = after
+
+
+class DroppedCallsError(Exception):
+    """A turn calls tools, and the template writes nothing of it: what is left of the turn nobody said."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,11 +86,25 @@ class TurnFinder:
 
         :param upto: ``render(messages[: index + 1], False)`` where it is there already.
         :raises UnstableHistoryError: when the messages before the turn are not rendered as the verifier was given them.
+        :raises DroppedCallsError: when the turn is rendered as if it called no tools.
         """
         upto = upto or render(messages[: index + 1], False)
+        if messages[index].get("tool_calls") and _calls_are_dropped(render, messages[: index + 1], upto):
+            raise DroppedCallsError
         start = self._start(render, messages[:index], upto)
         content, stop = self._end(render, messages[: index + 1], upto, start)
         return Turn(index, upto, start, start + stop, start + content)
+
+    def ended(self, turn: Turn, whole: Encoded) -> Turn:
+        """The turn with the end id behind it, where the template leaves that to the message that follows (GLM's ``<|user|>``).
+
+        :param whole: a rendering that begins with the turn's own.
+        """
+        length = len(turn.upto)
+        if not turn.start < turn.stop == length < len(whole) or whole.ids(length)[0] not in self.eos_ids:
+            return turn
+        has_end = turn.content < turn.stop and whole.ids(turn.content)[0] in self.eos_ids
+        return turn if has_end else replace(turn, stop=length + 1)
 
     def _start(self, render: Render, before: Messages, upto: Encoded) -> int:
         """Index of the first id of ``upto`` that the verifier, given the prompt, would have generated."""
@@ -94,13 +113,12 @@ class TurnFinder:
         length = len(upto)
         if common == len(prompt) or common == length:
             return common
-        # The turn does not go on from the prompt. As long as they part in the generation prompt, the history is the same.
-        history = render(before, False)
-        if common < history.common(prompt):
-            raise UnstableHistoryError(prompt, upto)
-        # Either a token holds the prompt's end and the answer's beginning, or the generation prompt says something (an
-        # empty think block) that the turn does not. The verifier was given another id here, so this one it did not choose.
+        # The turn does not go on from the prompt. If its text does, a token holds the prompt's end and the answer's beginning.
         start = self._answer_start(prompt, upto) if self._answer_start else None
+        # Else, as long as they part in the generation prompt, the history is the same, and the generation prompt says something
+        # (an empty think block) that the turn does not. The verifier was given another id here, so this one it did not choose.
+        if start is None and common < render(before, False).common(prompt):
+            raise UnstableHistoryError(prompt, upto)
         return min(max(common + 1, start or 0), length)
 
     def _end(self, render: Render, messages: Messages, upto: Encoded, start: int) -> tuple[int, int]:
@@ -120,10 +138,24 @@ class TurnFinder:
             closing = _closing_text(render, messages)
             if closing and upto.text.endswith(closing):
                 content = stop = max(0, self._answer_stop(upto, len(closing)) - start)
+        if self._text_of is not None:
+            # An end id in the answer that the message does not say is the template's (between a call and words behind it).
+            inner = (at for at in range(1, content) if answer[at] in self.eos_ids)
+            end = next((at for at in inner if not _says(messages[-1], self._ends[answer[at]])), None)
+            if end is not None:
+                return end, end + 1
         if content < stop and len(answer) - content <= LONGEST_CLOSING:
             self._closings.add(tuple(answer[content:]))
             self._ends.setdefault(answer[content], self._text_of(answer[content]) if self._text_of else "")
         return content, stop
+
+
+def _calls_are_dropped(render: Render, messages: Messages, upto: Encoded) -> bool:
+    silent = {key: value for key, value in messages[-1].items() if key != "tool_calls"}
+    try:
+        return render([*messages[:-1], silent], False).ids() == upto.ids()
+    except DataError:  # a template that wants words where there are no calls
+        return False
 
 
 def _says(value: Any, text: str) -> bool:
