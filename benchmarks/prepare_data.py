@@ -48,7 +48,7 @@ def sharegpt() -> Path:
 
 
 def conversations(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """What a plain loop would render: all of the file in memory, and records that can be used."""
+    """What a plain loop would render: the records that can be used."""
     from speculators.data.prompts import iterate_records, parse_conversation
     from speculators.errors import DataError
 
