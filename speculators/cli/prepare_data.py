@@ -138,6 +138,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
     try:
         given = json.loads(text) if text is not None else {}
+        json.dumps(given, ensure_ascii=False).encode()  # half a pair of surrogates is no text
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):

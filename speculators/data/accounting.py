@@ -93,6 +93,7 @@ class Account:
 
     def table(self) -> Table:
         """Outcomes that occur, with their share of all records; a column for every source where there are a few."""
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table(title=f"{self.records} records", title_justify="left")
@@ -101,7 +102,7 @@ class Account:
             table.add_column(heading, justify="right")
         columns = range(len(self.sources)) if 1 < len(self.sources) <= 6 else range(0)
         for place in columns:
-            table.add_column(self.sources[place], justify="right", overflow="fold")
+            table.add_column(escape(self.sources[place]), justify="right", overflow="fold")
         for code, (key, count) in enumerate(self.totals().items()):
             if count:
                 by_source = [str(self.counts[place, code]) for place in columns]

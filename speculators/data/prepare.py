@@ -74,10 +74,11 @@ def prepare_data(
     :param progress: whether to show how far it is.
     :raises DataError: for missing or unreadable sources, when no row is left, or when the rows cannot be written; whatever
         the folder held is then still there.
-    :raises ConfigError: when ``output`` holds other rows and ``overwrite`` is off.
+    :raises ConfigError: when ``output`` holds other rows and ``overwrite`` is off, or is what is to be read.
     :raises SpeculatorsError: when another process is making a data set there, or worker processes die.
     """
-    sources = find_sources(config.data)
+    _check_places(config)
+    sources = find_sources(config.data, beside=config.output)
     hashes = tuple(source_hash(source) for source in sources)
     run = _Run(config, loaded, sources, hashes, answers or AnswerRecord(on_policy=False), asked, progress)
     with locked_folder(config.output, "--output", ".prepare.lock"):
@@ -192,6 +193,7 @@ class _Run:
         hint = "answer them with --generate" if unanswered else "check the data and the length limits"
         hint = "; ".join(account.broken.values()) or hint
         (self.config.output / _waiting_list(self.identity)).unlink()
+        shutil.rmtree(self.work, ignore_errors=True)
         raise DataError(f"no row is left of {account.records} records ({account.sentence()}); {hint}")
 
     def _manifest(self, account: Account) -> DataManifest:
@@ -229,6 +231,16 @@ class _Run:
             largest = max(int(batch.input_ids.max(initial=0)) for batch in dataset.batches())
             size = max(ids_of(self.loaded.tokenizer), largest + 1)
             save_counts(path, count_dataset(dataset, size, shown=self.progress))
+
+
+def _check_places(config: PrepareConfig) -> None:
+    """:raises ConfigError: for an output that would be read as data by the next run, or no file for the counts."""
+    for place in map(Path, config.data):
+        if place.is_dir() and config.output.is_dir() and place.samefile(config.output):
+            raise ConfigError(f"--output {config.output} is the folder of --data; choose another --output")
+    counts = config.token_freq_path
+    if counts is not None and (not counts.name or counts.is_dir()):
+        raise ConfigError(f"--token-freq-path {counts} is a folder; name a file")
 
 
 def _waiting_list(identity: str) -> str:

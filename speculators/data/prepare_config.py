@@ -25,7 +25,7 @@ class PrepareConfig(BaseModel):
     data: list[str]  #: files, folders of them, or data sets of a hub
     output: Path = Path("output")
     seq_length: int = Field(default=8192, ge=2)  #: longest row, in tokens
-    max_samples: int | None = Field(default=None, ge=1)  #: most rows
+    max_samples: int | None = Field(default=None, ge=1, le=2**63 - 1)  #: most rows
     seed: int = Field(default=0, ge=0)  #: of the order of conversations
     minimum_valid_tokens: int = Field(default=1, ge=1)  #: fewest supervised tokens of a row
     rows: Literal["auto", "conversation", "turn"] = "auto"  #: what a row is of

@@ -21,6 +21,7 @@ import pyarrow as pa
 from speculators.data.manifest import MANIFEST, DataManifest, read_manifest
 from speculators.data.row_batches import ORIGIN, RowBatch
 from speculators.errors import DataError
+from speculators.files import read_json
 
 __all__ = ["STATE", "ShardWriter", "StoredRows", "holds_rows", "install", "name_by", "open_rows"]
 
@@ -265,17 +266,21 @@ def install(new: Path, folder: Path, fingerprint: str) -> None:
         os.replace(new, folder)
         return
     kept = {file.name for file in new.iterdir()}
+    stale = [file for file in _stale(folder) if file.name not in kept]
     for name in [*sorted(kept - {STATE, INFO}), INFO, STATE]:
         os.replace(new / name, folder / name)
     os.replace(folder / waiting, folder / MANIFEST)
-    for stale in _stale(folder, kept):
-        stale.unlink()
+    for file in stale:
+        file.unlink(missing_ok=True)
 
 
-def _stale(folder: Path, kept: set[str]) -> Iterator[Path]:
-    """Data files, and manifests that never got their name, of sets that are gone."""
-    for pattern in ("*.arrow", _waiting_manifest("*")):
-        yield from (file for file in folder.glob(pattern) if file.name not in kept)
+def _stale(folder: Path) -> Iterator[Path]:
+    """Files of the set that is to be replaced, and what kills left of others: names as ours, or named by its state."""
+    for pattern in (f"{'[0-9a-f]' * 16}-data-*.arrow", _waiting_manifest("*")):
+        yield from folder.glob(pattern)
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        names = [Path(entry["filename"]).name for entry in read_json(folder / STATE)["_data_files"]]
+        yield from (folder / name for name in names if name.endswith(".arrow"))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

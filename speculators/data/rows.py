@@ -254,8 +254,8 @@ def write_rows(
 ) -> RowDataset:
     """Write rows to a folder as they come, and return them as a data set mapped from it.
 
-    However many there are, no more than a batch is held in memory. They are written beside the folder first: a reader sees
-    the old data set or the new one, and other files in the folder are left alone.
+    However many there are, no more than a batch is held in memory. They are written under another name first: a reader
+    sees the old data set or the new one, and other files in the folder are left alone.
 
     :param batches: the rows in order; how they are cut into batches leaves no trace.
     :param manifest: or a function to ask for it once all rows are written, for counts that are known only then.
@@ -265,7 +265,8 @@ def write_rows(
     folder = Path(folder)
     if row_files.holds_rows(folder) and not overwrite:
         raise DataError(f"{folder} already holds a data set; choose another folder or pass --overwrite")
-    temporary = temporary_beside(folder)
+    # Within a folder that is there: it may be a link or a mount, and what stands beside it on another disk.
+    temporary = temporary_beside(folder / "rows" if folder.is_dir() else folder)
     with writing(folder):
         shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had this one's number
         temporary.mkdir(parents=True)

@@ -33,17 +33,23 @@ class Source:
     hub: HubSet | None = None
 
 
-def find_sources(data: Sequence[str | Path]) -> list[Source]:
+def find_sources(data: Sequence[str | Path], beside: Path | None = None) -> list[Source]:
     """The sources that are meant by files, folders, ``hf:ID[:SUBSET[:SPLIT]]`` and ``hf://datasets/ORG/NAME/FILE``.
 
     Folders are searched with all folders below them, in a fixed order; hidden files and folders are left out.
 
-    :raises DataError: for a path that is not there, a folder without data, or a hub that cannot be reached.
+    :param beside: a folder that is left out, too, where it lies in one that is searched: of what is made from the data.
+    :raises DataError: for a path that is not there or whose name is not UTF-8, a folder without data, or a hub that cannot be
+        reached.
     """
-    return [source for each in data for source in _find(each)]
+    found = [source for each in data for source in _find(each, beside)]
+    for source in found:
+        if any("\ud800" <= letter <= "\udfff" for letter in source.name):
+            raise DataError(f"the name of the data file {source.name!a} is not UTF-8; rename it")
+    return found
 
 
-def _find(data: str | Path) -> list[Source]:
+def _find(data: str | Path, beside: Path | None) -> list[Source]:
     text = str(data)
     if isinstance(data, Path) and text.startswith("hf:/datasets/"):  # what a Path makes of the two slashes
         text = text.replace("hf:/", "hf://", 1)
@@ -56,7 +62,7 @@ def _find(data: str | Path) -> list[Source]:
         raise DataError("the name of the data is empty; give a file, a folder or a data set of a hub")
     path = Path(text)
     if path.is_dir():
-        found = list(_walk(path))
+        found = list(_walk(path, beside))
         if not found:
             raise DataError(f"the folder {path} holds no data file ({', '.join(ENDINGS)}); name the data files themselves")
         return found
@@ -67,14 +73,15 @@ def _find(data: str | Path) -> list[Source]:
     return [Source(text, _kind(path), path)]
 
 
-def _walk(folder: Path) -> Iterator[Source]:
+def _walk(folder: Path, beside: Path | None) -> Iterator[Source]:
     if (folder / STATE).is_file():
         yield Source(str(folder), "arrow", folder)
         return
     entries = sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=lambda entry: entry.name)
     for entry in entries:
         if entry.is_dir() and not entry.is_symlink():  # a link may lead to a folder above
-            yield from _walk(entry)
+            if beside is None or not beside.is_dir() or not entry.samefile(beside):
+                yield from _walk(entry, beside)
         elif entry.name.lower().endswith(ENDINGS) and entry.name not in BESIDE and entry.is_file():
             yield Source(str(entry), _kind(entry), entry)
 

@@ -92,13 +92,14 @@ def test_every_record_has_one_outcome(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_account_by_source_and_in_words(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    array = tmp_path / "cut.json"
+    array = tmp_path / "[" / "cut].json"  # markup, to a table
+    array.parent.mkdir()
     array.write_text(json.dumps([chat("first", "answer one"), chat("second", "answer two")])[:-40])
     report = prepared([data, array], tmp_path / "output")
     account = report.account
     assert account.of_source(0) == {key: sum(outcome == key for _, outcome in RECORDS) for key in OUTCOMES}
     assert account.of_source(1) == dict.fromkeys(OUTCOMES, 0) | {"kept": 1, "unreadable": 1}
-    assert any("cut.json" in remark and "breaks off" in remark for remark in account.remarks())
+    assert any("cut].json" in remark and "breaks off" in remark for remark in account.remarks())
     sources = RowDataset.load(tmp_path / "output").manifest.sources
     assert sources[1].records == 2
     assert "breaks off" in str(sources[1].broken)
@@ -229,6 +230,7 @@ def test_nothing_left_keeps_what_was_there_and_says_why(data: Path, tmp_path: Pa
     listed = (output / "rejected.jsonl").read_text()
     with pytest.raises(DataError, match="no row is left of 18 records"):
         prepared(data, output, minimum_valid_tokens=1000, overwrite=True)
+    assert not list(output.glob(".prepare-*"))
     assert rows_of(first) == [tuple(row.input_ids.tolist()) for row in RowDataset.load(output)]
     assert (output / "rejected.jsonl").read_text() == listed
     questions = write_lines(tmp_path / "questions.jsonl", [{"prompt": "hi"}])
@@ -241,6 +243,21 @@ def test_nothing_left_keeps_what_was_there_and_says_why(data: Path, tmp_path: Pa
     assert allowed.dataset is None
     assert allowed.summary() == "1 records -> no rows"
     assert "no_assistant_turn" in (tmp_path / "new" / "rejected.jsonl").read_text()
+
+
+def test_what_was_made_of_a_folder_is_not_read_with_it(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data.parent)
+    first = prepared(Path("."), Path("rows"))
+    assert prepare_data(config(Path("."), Path("rows"), **LIMITS), loaded()).reused
+    with pytest.raises(ConfigError, match="is the folder of --data"):
+        prepared(data.parent, Path("."))
+    Path("rows/mine.arrow").touch()
+    again = prepared(Path("."), Path("rows"), seed=1, overwrite=True)
+    assert sorted(rows_of(again)) == sorted(rows_of(first))
+    assert Path("rows/mine.arrow").exists()
+    Path("here").mkdir()
+    monkeypatch.chdir("here")  # a folder without a name
+    assert rows_of(prepared(data, Path("."))) == rows_of(first)
 
 
 def test_a_template_that_refuses_is_counted_and_a_missing_one_is_an_error(data: Path, tmp_path: Path) -> None:
@@ -336,6 +353,9 @@ def test_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         "--role-order is 'any'": ["--role-order", "any"],
         "--chat-template-kwargs 3 is no JSON object": ["--chat-template-kwargs", "3"],
         "--num-preprocessing-workers is 999": ["--num-preprocessing-workers", "999"],
+        '--chat-template-kwargs {"a": "': ["--chat-template-kwargs", '{"a": "\\ud800"}'],
+        "--max-samples is 1000": ["--max-samples", "1" + "0" * 400],
+        "--token-freq-path . is a folder": ["--token-freq-path", ""],
         "--rows has no effect": ["--generate", "--rows", "turn"],
         "pass --overwrite": ["--seed", "3"],
     }

@@ -67,6 +67,10 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(DataError, match="no ordinary file"):
         find_sources([tmp_path / "pipe.jsonl"])
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")
+    Path(odd).touch()
+    with pytest.raises(DataError, match=r"udcff\.jsonl' is not UTF-8; rename it"):
+        find_sources([odd])
 
 
 def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
