@@ -265,7 +265,7 @@ class _CountsRecord(BaseModel):
 
     schema_version: int = Field(default=1, alias="schema")
     tokenizer_hash: str
-    vocab_size: int
+    vocab_size: int = Field(ge=0, le=_ID_LIMIT)
     rows: int
     supervised_tokens: int
     sources: tuple[str, ...]
@@ -366,7 +366,7 @@ def load_token_frequencies(path: str | Path) -> np.ndarray:
     except Exception as error:  # on foreign bytes the unpickler raises whatever it happens to run into
         raise DataError(f"the token frequency file {path} cannot be read; make it again with prepare-data") from error
     numbers = isinstance(frequencies, dict) and all(
-        isinstance(token, int) and isinstance(count, int) and 0 <= token < _ID_LIMIT and 0 <= count < _COUNT_LIMIT
+        type(token) is type(count) is int and 0 <= token < _ID_LIMIT and 0 <= count < _COUNT_LIMIT
         for token, count in frequencies.items()
     )
     if not numbers:

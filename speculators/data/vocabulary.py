@@ -41,8 +41,7 @@ class VocabularyMapping:
     t2d: np.ndarray  #: bool ``[V]``
 
     def __post_init__(self) -> None:
-        kept = self.draft_to_verifier
-        valid = self.d2t.ndim == self.t2d.ndim == 1 and np.array_equal(np.flatnonzero(self.t2d), kept)
+        valid = self.d2t.ndim == self.t2d.ndim == 1 and np.array_equal(np.flatnonzero(self.t2d), self.draft_to_verifier)
         if not valid:
             raise DataError("d2t and t2d do not describe the same ids in ascending order; build the mapping again")
 

@@ -72,6 +72,8 @@ class VocabularySettings:
                     raise ConfigError(f"a mapping is reused as it is, so {flag} has no effect; drop it, or build a new one")
         elif (self.draft_vocab_size is None) == (self.coverage is None):
             raise ConfigError("say how large the draft vocabulary should be: either --draft-vocab-size or --coverage")
+        if self.save_counts is not None and self.save_counts.suffix == ".json":
+            raise ConfigError(f"--save-counts {self.save_counts} is the name of the record beside the counts; end it in .pt")
         if self.multiple_of != 1 and self.coverage is None:
             raise ConfigError("--multiple-of rounds the size that --coverage asks for; add --coverage or drop it")
 

@@ -78,14 +78,19 @@ def mapping_of_checkpoint(
         )
     if draft_vocab_size is not None and d2t.shape != (draft_vocab_size,):
         raise DataError(f"the draft {name} keeps {d2t.size} ids, not {draft_vocab_size}; drop --draft-vocab-size")
-    if not np.issubdtype(d2t.dtype, np.integer):
-        raise DataError(f"d2t of the draft {name} does not hold integers; `speculators doctor {name}` says how to mend it")
     mapping = VocabularyMapping(d2t.astype(np.int64), t2d.astype(bool))
     return ReusedMapping(mapping, name, verifier=_verifier_of(name), notes=(*notes, *_changed(d2t.dtype, t2d.dtype)))
 
 
 def _both(name: str, found: Mapping[str, Tensor], vocab_size: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """Both tables, the other made from the one that is there; with what is to be said of that."""
+    for table, values in found.items():
+        if values.dim() != 1 or values.is_floating_point():
+            what = f"numbers of type {str(values.dtype).removeprefix('torch.')} and shape {list(values.shape)}"
+            raise DataError(
+                f"{table} of the draft {name} holds {what} and not a list of integers; `speculators doctor {name}` says how to "
+                "mend it"
+            )
     try:
         d2t = found["d2t"] if "d2t" in found else d2t_from_t2d(found["t2d"])
         t2d = found["t2d"] if "t2d" in found else t2d_from_d2t(found["d2t"], vocab_size)

@@ -269,6 +269,9 @@ def test_a_mapping_of_another_verifier_is_refused(tmp_path: Path, verifier: Path
             (draft(tmp_path / "foreign", OLD, other), "made for another tokenizer"),
             (draft(tmp_path / "whole", OLD, d2t=None, t2d=None), "has no vocabulary tables"),  # type: ignore[arg-type]
             (draft(tmp_path / "absolute", OLD, d2t=torch.from_numpy(OLD.draft_to_verifier)), "do not describe the same ids"),
+            (draft(tmp_path / "cast", OLD, d2t=torch.ones(4, dtype=torch.bfloat16)), "numbers of type bfloat16 and shape [4]"),
+            (draft(tmp_path / "scalar", OLD, d2t=torch.tensor(3)), "numbers of type int64 and shape []"),
+            (draft(tmp_path / "table", OLD, d2t=None, t2d=torch.ones(1, VOCAB) > 0), "type bool and shape [1, 64]"),  # type: ignore[arg-type]
             (tmp_path / "data", "holds neither weights with d2t and t2d nor files"),
             (tmp_path / "nowhere", "no draft weights"),
         ]
@@ -319,6 +322,8 @@ WRONG: list[tuple[str, int, str]] = [
     ("--data FOREIGN --model M --draft-vocab-size 4", 1, "were made with the tokenizer of"),
     ("--data SILENT --model M --draft-vocab-size 4", 1, "no supervised token was counted"),
     ("--data D --model M --draft-vocab-size 4 --output FILE", 1, "cannot write"),
+    ("--data D --model M --draft-vocab-size 4 --save-counts counts.json", 2, "end it in .pt"),
+    ("--data D --target-vocab-size 100000000000000 --draft-vocab-size 4", 2, "target-vocab-size"),
 ]
 
 

@@ -188,7 +188,7 @@ def test_token_frequencies(tmp_path: Path) -> None:
     path.write_bytes(b"torn")
     with pytest.raises(DataError, match="cannot be read"):
         load_token_frequencies(path)
-    for wrong in ({"a": 1}, {1: 0.5}, {-1: 1}, {1 << 60: 1}, {1: 1 << 70}, [1]):
+    for wrong in ({"a": 1}, {1: 0.5}, {-1: 1}, {1 << 60: 1}, {1: 1 << 70}, {True: 1}, [1]):
         torch.save(wrong, path)
         with pytest.raises(DataError, match="does not map ids"):
             load_token_frequencies(path)
