@@ -26,7 +26,10 @@ _AFTER_END = 4
 #: What can be wrong with rows, and what it means; what is found is said by ``inspection``.
 FAULTS = {
     "no-end-of-turn": "no row teaches the draft where an answer ends; check that the end-of-turn token is in the mask",
-    "truncated": "the answer is cut off before its end-of-turn token; a larger --seq-length keeps it whole",
+    "truncated": (
+        "the answer is cut off before its end-of-turn token; a larger --seq-length of prepare-data, or --max-tokens where the "
+        "verifier answered, keeps it whole"
+    ),
     "end-not-supervised": "the answer goes on to its end inside the row, but its end-of-turn token is not in the mask",
     "after-end-supervised": "template text that no model generates is trained on; upstream's prepare-data makes such rows",
     "header-supervised": "the mask begins too early: the generation prompt is given when serving and never drafted",

@@ -182,6 +182,7 @@ def test_warnings_of_a_sample_say_so_and_duplicates_are_complete_in_it() -> None
         pairs[index] = cut(pairs[index], 2)
     found = {warning.id: warning for warning in looked_at(pairs, sample=60).warnings}
     assert "of the 60 sampled ones" in found["truncated"].text
+    assert {"--seq-length", "--max-tokens"} <= set(found["truncated"].meaning.split()), "either may have cut an answer"
     assert 0 < found["truncated"].count < 50
     # All rows of a length are compared, or none of it: 10 of 110 rows are found to be copies, or nothing is said.
     counts = set()
