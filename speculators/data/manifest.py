@@ -86,7 +86,8 @@ def read_manifest(path: Path) -> DataManifest | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        raise DataError(f"{path} cannot be read ({error}); make the data set again with prepare-data --overwrite") from error
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+        raise DataError(f"{path} cannot be read ({why}); make the data set again with prepare-data --overwrite") from error
     if manifest.schema_version > SCHEMA:
         raise DataError(
             f"{path} has schema {manifest.schema_version}, newer than the {SCHEMA} of this version; "
