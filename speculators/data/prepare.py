@@ -28,7 +28,7 @@ from speculators.data.rows import RowDataset, write_rows
 from speculators.data.sources import Source, find_sources, source_hash
 from speculators.data.token_counts import TOKEN_FREQUENCIES, StaleCountsError, count_dataset, load_counts, save_counts
 from speculators.data.token_counts import vocabulary_size as ids_of
-from speculators.data.tokenizers import LoadedTokenizer
+from speculators.data.tokenizers import LoadedTokenizer, largest_vocabulary
 from speculators.errors import ConfigError, DataError
 from speculators.files import atomic_write, locked_folder, sweep_temporaries
 
@@ -130,7 +130,7 @@ class _Run:
         self._list_rejected(assembly)
         dataset = None
         if not len(assembly.order):
-            self._check_empty(account)
+            self._check_empty(account, next((line["reason"] for line in assembly.rejected(self.names) if line["reason"]), ""))
         else:
             manifest = self._manifest(account)
             dataset = write_rows(self.config.output, assembly.batches(), manifest, overwrite=self.config.overwrite)
@@ -161,6 +161,7 @@ class _Run:
             source_hashes=self.hashes,
             bos_id=getattr(loaded.tokenizer, "bos_token_id", None),
             eos_ids=frozenset(loaded.eos_ids),
+            vocab_size=largest_vocabulary(loaded),
         )
         rounds = Rounds(
             self.sources,
@@ -185,8 +186,8 @@ class _Run:
 
         atomic_write(self.config.output / _waiting_list(self.identity), write)
 
-    def _check_empty(self, account: Account) -> None:
-        """:raises DataError: that there is no row, unless that is allowed."""
+    def _check_empty(self, account: Account, reason: str) -> None:
+        """:raises DataError: that there is no row, unless that is allowed; with the first record's reason."""
         if self.config.allow_empty_output:
             return
         unanswered = account.totals()["no_assistant_turn"] == account.records
@@ -194,7 +195,8 @@ class _Run:
         hint = "; ".join(account.broken.values()) or hint
         (self.config.output / _waiting_list(self.identity)).unlink()
         shutil.rmtree(self.work, ignore_errors=True)
-        raise DataError(f"no row is left of {account.records} records ({account.sentence()}); {hint}")
+        first = f"; the first: {reason}" if reason and not account.broken else ""
+        raise DataError(f"no row is left of {account.records} records ({account.sentence()}){first}; {hint}")
 
     def _manifest(self, account: Account) -> DataManifest:
         records = account.counts.sum(axis=1).tolist()
@@ -284,5 +286,5 @@ def _identity(
 ) -> str:
     """Hash of all that the rows are a function of."""
     facts: dict[str, Any] = {"options": options, "seed": seed, "answers": answers.model_dump(), "sources": hashes}
-    facts |= {"tokenizer": [loaded.hash, loaded.template_hash, sorted(loaded.eos_ids)], "version": 1}
+    facts |= {"tokenizer": [loaded.hash, loaded.template_hash, sorted(loaded.eos_ids)], "version": 2}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -16,10 +16,11 @@ def is_row(record: Any) -> bool:
     return isinstance(record, dict) and record.get("input_ids") is not None
 
 
-def parse_row(record: dict[str, Any], where: str = "the record") -> tuple[np.ndarray, np.ndarray]:
+def parse_row(record: dict[str, Any], where: str = "the record", vocab_size: int = 1 << 31) -> tuple[np.ndarray, np.ndarray]:
     """(ids int64 ``[T]``, loss mask bool ``[T]``) of a record ``{"input_ids": [...], "loss_mask": [...]}``.
 
-    :raises DataError: for ids that are no whole numbers from 0, a mask that is not 0 and 1, or two lengths.
+    :param vocab_size: ids that the verifier has.
+    :raises DataError: for ids that are no whole numbers below ``vocab_size``, a mask that is not 0 and 1, or two lengths.
     """
     ids, mask = record.get("input_ids"), record.get("loss_mask")
     # By type, not by value: 1.0 and true equal 1 but mean that the columns are not what they are taken for.
@@ -29,8 +30,7 @@ def parse_row(record: dict[str, Any], where: str = "the record") -> tuple[np.nda
         raise DataError(f"{where} has no loss_mask that is a list of 0 and 1; write one number for every token")
     if len(ids) != len(mask):
         raise DataError(f"{where} has {len(ids)} input_ids and {len(mask)} values of loss_mask; write one for every token")
-    if min(ids) < 0 or max(ids) >= 1 << 31:
-        raise DataError(
-            f"{where} has the token id {min(ids) if min(ids) < 0 else max(ids)}, which no vocabulary has; correct it"
-        )
+    wrong = next((token for token in (min(ids), max(ids)) if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise DataError(f"{where} has the token id {wrong}, which is none of the verifier's; make it with its tokenizer")
     return np.asarray(ids, dtype=np.int64), np.asarray(mask, dtype=bool)

@@ -44,6 +44,7 @@ class RenderRules:
     source_hashes: tuple[str, ...]
     bos_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
+    vocab_size: int = 1 << 31  #: ids that the verifier has; rows given as ids hold no others
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def _read(record: Any, rules: RenderRules, source: str, index: int) -> _Found:
         return _Found(refusal=Refusal("unreadable", str(record)))
     try:
         if is_row(record):
-            ids, mask = parse_row(record, f"record {index} of {source}")
+            ids, mask = parse_row(record, f"record {index} of {source}", rules.vocab_size)
             digest = hashlib.blake2b(pack_tokens(ids, mask).tobytes(), digest_size=16).digest()
             return _Found(record_id(record), digest, rows=[Rendered(ids, mask, 1)])
         conversation = parse_conversation(record, source, index)

@@ -18,6 +18,7 @@ __all__ = [
     "LoadedTokenizer",
     "begins_with_two_bos",
     "check_tokenizer",
+    "largest_vocabulary",
     "load_tokenizer",
     "template_hash",
     "tokenizer_hash",
@@ -100,6 +101,13 @@ def check_tokenizer(loaded: LoadedTokenizer, vocab_size: int | None = None) -> l
     :param vocab_size: rows of the verifier's embedding; by default what its ``config.json`` says.
     """
     return [finding.text for finding in _findings(loaded, vocab_size)]
+
+
+def largest_vocabulary(loaded: LoadedTokenizer) -> int:
+    """Number of ids that the verifier can have: those of the tokenizer or the rows of its embedding, whichever are more."""
+    own = max(loaded.tokenizer.get_vocab().values(), default=-1) + 1
+    rows = _files(loaded.name).vocab_size if Path(loaded.name).is_dir() else None
+    return max(own, rows or 0)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

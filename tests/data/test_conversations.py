@@ -276,7 +276,7 @@ def test_rows_of_token_ids() -> None:
         ("12", [0, 1], "no list of whole numbers"),
         ([[1], [2]], [0, 1], "no list of whole numbers"),
         ([1, -1], [0, 1], "the token id -1"),
-        ([1, 1 << 70], [0, 1], "which no vocabulary has"),
+        ([1, 1 << 70], [0, 1], "which is none of the verifier's"),
         ([1, 2], [0, 2], "list of 0 and 1"),
         ([1, 2], [0, 1.0], "list of 0 and 1"),
         ([1, 2], None, "list of 0 and 1"),

@@ -228,7 +228,7 @@ def test_nothing_left_keeps_what_was_there_and_says_why(data: Path, tmp_path: Pa
     output = tmp_path / "output"
     first = prepared(data, output)
     listed = (output / "rejected.jsonl").read_text()
-    with pytest.raises(DataError, match="no row is left of 18 records"):
+    with pytest.raises(DataError, match=r"no row is left of 18 records \(.*; the first: "):
         prepared(data, output, minimum_valid_tokens=1000, overwrite=True)
     assert not list(output.glob(".prepare-*"))
     assert rows_of(first) == [tuple(row.input_ids.tolist()) for row in RowDataset.load(output)]
@@ -242,6 +242,9 @@ def test_nothing_left_keeps_what_was_there_and_says_why(data: Path, tmp_path: Pa
     allowed = prepared(questions, tmp_path / "new", allow_empty_output=True)
     assert allowed.dataset is None
     assert allowed.summary() == "1 records -> no rows"
+    foreign = write_lines(tmp_path / "foreign.jsonl", [{"input_ids": [1, 300_000_000], "loss_mask": [0, 1]}])
+    with pytest.raises(DataError, match="the token id 300000000, which is none of the verifier's"):
+        prepared(foreign, tmp_path / "ids")
     assert "no_assistant_turn" in (tmp_path / "new" / "rejected.jsonl").read_text()
 
 
