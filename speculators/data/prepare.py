@@ -240,6 +240,10 @@ def _check_places(config: PrepareConfig) -> None:
     for place in map(Path, config.data):
         if place.is_dir() and config.output.is_dir() and place.samefile(config.output):
             raise ConfigError(f"--output {config.output} is the folder of --data; choose another --output")
+    if config.render_endpoint:
+        from speculators.data.render_endpoint import refuse_credentials
+
+        refuse_credentials(config.render_endpoint, "--render-endpoint")
     counts = config.token_freq_path
     if counts is not None and (not counts.name or counts.is_dir()):
         raise ConfigError(f"--token-freq-path {counts} is a folder; name a file")

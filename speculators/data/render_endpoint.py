@@ -11,13 +11,22 @@ import httpx
 from speculators.data.encoding import Encoded
 from speculators.data.rendered import History, Rendered, RenderError, find_rows
 from speculators.data.turns import Messages, TurnFinder
-from speculators.errors import VerifierError
+from speculators.errors import ConfigError, VerifierError
 
-__all__ = ["EndpointRenderer"]
+__all__ = ["EndpointRenderer", "refuse_credentials"]
 
 PATH = "/v1/chat/completions/render"
 #: Answers of a server that may pass: too many requests, and what proxies say while it restarts.
 PASSING = frozenset({408, 429, 500, 502, 503, 504})
+
+
+def refuse_credentials(address: str, flag: str) -> None:
+    """An address is written into what is made with it, and shown in errors.
+
+    :raises ConfigError: for one with a name or password in it, which is not repeated in the error.
+    """
+    if "@" in address.partition("://")[2].partition("/")[0] or "@" in address.partition("/")[0]:
+        raise ConfigError(f"{flag} has a name or password in its address, which would be written beside the rows; leave it out")
 
 
 class EndpointRenderer:
@@ -50,6 +59,7 @@ class EndpointRenderer:
         retries: int = 3,
         pause: float = 0.5,
     ) -> None:
+        refuse_credentials(endpoint, "--render-endpoint")
         self.url = endpoint.rstrip("/").removesuffix("/v1") + PATH
         self.model = model
         self.history: History = history

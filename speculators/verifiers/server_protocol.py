@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from speculators.data.render_endpoint import refuse_credentials
 from speculators.errors import VerifierError
 from speculators.verifiers.answering import Answer, Question
 
@@ -37,7 +38,11 @@ class NoTokenIds(Exception):
 
 
 def base_address(endpoint: str) -> str:
-    """``http://host:port/v1`` of an address with or without it, or with a path behind it."""
+    """``http://host:port/v1`` of an address with or without it, or with a path behind it.
+
+    :raises ConfigError: for one with a password in it.
+    """
+    refuse_credentials(endpoint, "--endpoint")
     address = endpoint.strip().rstrip("/")
     for path in _PATHS:
         address = address.removesuffix(path).rstrip("/")

@@ -359,6 +359,7 @@ def test_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         '--chat-template-kwargs {"a": "': ["--chat-template-kwargs", '{"a": "\\ud800"}'],
         "--max-samples is 1000": ["--max-samples", "1" + "0" * 400],
         "--token-freq-path . is a folder": ["--token-freq-path", ""],
+        "--render-endpoint has a name or password": ["--render-endpoint", "http://me:secret@localhost"],
         "--rows has no effect": ["--generate", "--rows", "turn"],
         "pass --overwrite": ["--seed", "3"],
     }

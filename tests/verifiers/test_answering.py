@@ -224,6 +224,10 @@ def test_waits_grow_and_are_not_the_same_for_all(verifier: Verifier) -> None:
 def test_addresses_as_people_write_them(path: str) -> None:
     assert base_address(f"http://localhost:8000{path}") == "http://localhost:8000/v1"
     assert base_address(f"localhost:8000{path}") == "http://localhost:8000/v1"
+    for address in (f"http://me:secret@localhost:8000{path}", f"me:secret@localhost{path}"):
+        with pytest.raises(ConfigError, match="--endpoint has a name or password") as refused:
+            base_address(address)
+        assert "secret" not in str(refused.value)
 
 
 def test_conversations_as_they_are_sent_and_received() -> None:
