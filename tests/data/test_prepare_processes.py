@@ -114,7 +114,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     files = []
     for rows in (300, 1200, 3600):
         # Rows of ids: rendering would take most of the time and keeps nothing from one conversation to the next but a cache.
-        ids = ([*divmod(number, 60), *[5] * 498] for number in range(rows))
+        ids = ([number // 2500, number // 50 % 50, number % 50, *[5] * 497] for number in range(rows))
         records = ({"input_ids": each, "loss_mask": [1] * 500} for each in ids)
         files.append(write_lines(tmp_path / f"{len(files)}.jsonl", records))
     arguments = [sys.executable, "-c", MEASURE, *map(str, files)]
