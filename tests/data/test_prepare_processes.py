@@ -112,7 +112,7 @@ for data in sys.argv[1:]:
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     files = []
-    for rows in (300, 1200, 3600):
+    for rows in (300, 1200, 6000):
         # Rows of ids: rendering would take most of the time and keeps nothing from one conversation to the next but a cache.
         ids = ([number // 2500, number // 50 % 50, number % 50, *[5] * 497] for number in range(rows))
         records = ({"input_ids": each, "loss_mask": [1] * 500} for each in ids)
@@ -120,9 +120,9 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", MEASURE, *map(str, files)]
     done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     _, small, large = ([int(word) for word in line.split()] for line in done.stdout.splitlines())
-    assert large[1] == 3 * small[1] == 1_800_000
+    assert large[1] == 5 * small[1] == 3_000_000
     # The rows that came on top would take 9 bytes a token even without anything around them.
-    assert large[0] - small[0] < 0.3 * 9 * (large[1] - small[1]) / 1024, (small, large)
+    assert large[0] - small[0] < 0.4 * 9 * (large[1] - small[1]) / 1024, (small, large)
 
 
 def descendants(process: int) -> list[int]:
