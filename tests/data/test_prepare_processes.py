@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,11 @@ def test_a_command_that_is_killed_leaves_nobody_behind_and_is_gone_on_with(sent:
         return [sys.executable, "-m", "speculators", "prepare-data", *map(str, arguments)]
 
     subprocess.run(command("whole"), cwd=REPOSITORY, check=True, capture_output=True)
-    process = subprocess.Popen(command("output"), cwd=REPOSITORY, stderr=subprocess.PIPE, start_new_session=True)
+    # Whoever started the tests in the background has Ctrl-C ignored, which processes inherit.
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command("output"), cwd=REPOSITORY, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=heeding
+    )
     try:
         deadline = time.monotonic() + 60
         while len(list((tmp_path / "output").glob(".prepare-*/block-*.npz"))) < 3:
