@@ -27,8 +27,7 @@ from speculators.data.row_files import holds_rows
 from speculators.data.rows import RowDataset, write_rows
 from speculators.data.sources import Source, find_sources, source_hash
 from speculators.data.token_counts import TOKEN_FREQUENCIES, StaleCountsError, count_dataset, load_counts, save_counts
-from speculators.data.token_counts import vocabulary_size as ids_of
-from speculators.data.tokenizers import LoadedTokenizer, largest_vocabulary
+from speculators.data.tokenizers import LoadedTokenizer, largest_vocabulary, vocabulary_size
 from speculators.errors import ConfigError, DataError
 from speculators.files import atomic_write, locked_folder, sweep_temporaries
 
@@ -231,7 +230,7 @@ class _Run:
         except (DataError, StaleCountsError):
             # A verifier may have more ids than its tokenizer, and rows given as ids may use them.
             largest = max(int(batch.input_ids.max(initial=0)) for batch in dataset.batches())
-            size = max(ids_of(self.loaded.tokenizer), largest + 1)
+            size = max(vocabulary_size(self.loaded.tokenizer), largest + 1)
             save_counts(path, count_dataset(dataset, size, shown=self.progress))
 
 

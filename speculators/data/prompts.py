@@ -5,20 +5,19 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from speculators.data.conversations import Conversation, Message, parse_conversation
 from speculators.data.readers import block_records, read_blocks
-from speculators.data.sources import find_sources, source_files
+from speculators.data.sources import find_sources
 from speculators.errors import DataError
 
 __all__ = [
     "Conversation",
     "Prompt",
-    "find_data_files",
     "find_prompt_files",
     "iterate_records",
     "load_human_eval",
@@ -38,18 +37,6 @@ class Prompt:
     index: int
     tools: list[Any] | None = None
     later_turns: tuple[str, ...] = field(default=())
-
-
-def find_data_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, and the data files below the folders named, in a fixed order.
-
-    :raises DataError: for a path that is not there, a folder without such files, or a data set of a hub.
-    """
-    sources = find_sources(paths)
-    for source in sources:
-        if source.path is None:
-            raise DataError(f"{source.name} is a data set of a hub, where files are wanted; name files or folders")
-    return [file for source in sources for file in source_files(source)]
 
 
 def iterate_records(path: str | Path) -> Iterator[tuple[int, Any]]:

@@ -40,7 +40,6 @@ __all__ = [
     "merge_counts",
     "save_counts",
     "save_token_frequencies",
-    "vocabulary_size",
 ]
 
 #: Name of the frequency file that prepare-data writes and upstream reads.
@@ -121,11 +120,6 @@ def merge_counts(parts: Sequence[TokenCounts]) -> TokenCounts:
         raise DataError(f"the rows with fingerprint {twice} would be counted twice; name each data set once")
     counts = np.asarray(np.sum([part.counts for part in parts], axis=0, dtype=np.int64))
     return TokenCounts(counts, sum(part.rows for part in parts), next(iter(hashes), ""), tuple(sorted(sources)))
-
-
-def vocabulary_size(tokenizer: Any) -> int:
-    """Ids of a tokenizer: one more than its largest, which is above its number of tokens where ids have gaps."""
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 class TokenCounter:

@@ -22,6 +22,7 @@ __all__ = [
     "load_tokenizer",
     "template_hash",
     "tokenizer_hash",
+    "vocabulary_size",
 ]
 
 #: Texts whose ids are part of a tokenizer's identity: two tokenizers with one vocabulary differ here if they normalise,
@@ -103,11 +104,15 @@ def check_tokenizer(loaded: LoadedTokenizer, vocab_size: int | None = None) -> l
     return [finding.text for finding in _findings(loaded, vocab_size)]
 
 
+def vocabulary_size(tokenizer: Any) -> int:
+    """Ids of a tokenizer: one more than its largest, which is above its number of tokens where ids have gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def largest_vocabulary(loaded: LoadedTokenizer) -> int:
     """Number of ids that the verifier can have: those of the tokenizer or the rows of its embedding, whichever are more."""
-    own = max(loaded.tokenizer.get_vocab().values(), default=-1) + 1
     rows = _files(loaded.name).vocab_size if Path(loaded.name).is_dir() else None
-    return max(own, rows or 0)
+    return max(vocabulary_size(loaded.tokenizer), rows or 0)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

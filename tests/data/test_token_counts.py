@@ -28,7 +28,8 @@ from speculators.data import (
     save_token_frequencies,
 )
 from speculators.data import token_counts as module
-from speculators.data.token_counts import StaleCountsError, TokenCounter, vocabulary_size
+from speculators.data.token_counts import StaleCountsError, TokenCounter
+from speculators.data.tokenizers import vocabulary_size
 from speculators.errors import DataError, SpeculatorsError
 from tests.tiny import random_rows, tiny_tokenizer
 
