@@ -160,6 +160,10 @@ def test_an_array_cut_anywhere_gives_every_whole_record(shared: Path, data: st.D
     assert f"breaks off at byte {cut}, in record {len(good)}" in str(broken)
 
 
+def without_spaces(text: bytes) -> bytes:
+    return text.replace(b" ", b"")
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), chunk=st.integers(1, 60))
 def test_a_wrong_byte_loses_nothing_before_it(data: st.DataObject, chunk: int) -> None:
@@ -176,8 +180,8 @@ def test_a_wrong_byte_loses_nothing_before_it(data: st.DataObject, chunk: int) -
     ends = [sum(map(len, records[: n + 1])) + 2 * n + 1 for n in range(len(records))]
     before = [record for record, end in zip(records, ends, strict=True) if end < place]
     assert found[: len(before)] == before
-    # All is there, or it is said what is missing.
-    assert splitter.fault is not None or b", ".join(found) == bytes(text[1:-1]).strip()
+    # All is there, or it is said what is missing. Spaces around a comma are nobody's, and the wrong byte may have been one.
+    assert splitter.fault is not None or without_spaces(b",".join(found)) == without_spaces(bytes(text[1:-1]))
 
 
 def test_the_first_line_decides_even_when_it_is_bad(tmp_path: Path) -> None:
