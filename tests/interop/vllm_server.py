@@ -22,10 +22,11 @@ START_SECONDS = 400
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
+def vllm_server(model: Path, log: Path, *arguments: str, modules: Path | None = None) -> Iterator[str]:
     """The address of a server of ``model`` in float32, while the context is open.
 
     :param log: file for what the server says.
+    :param modules: folder of further modules that the server can import.
     """
     python = peer_python("vllm")
     with socket.socket() as free:
@@ -39,6 +40,8 @@ def vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
         "VLLM_NO_USAGE_STATS": "1",
         "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
     }
+    if modules is not None:
+        variables["PYTHONPATH"] = str(modules)
     command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", *arguments]
     address = f"http://127.0.0.1:{port}"
