@@ -208,8 +208,8 @@ def log_reason(text: str) -> str | None:
             secondary = secondary or reason
         elif (match := _USAGE.match(line.strip())) is not None:
             usage = match["text"]
-    reason = usage or secondary
-    return None if reason is None else _short(reason)
+    last = usage or secondary
+    return None if last is None else _short(last)
 
 
 def _short(reason: str, most: int = 300) -> str:
