@@ -75,6 +75,18 @@ class HiddenStates:
         return HiddenStates(self.row_id, self.token_ids[:length], self.features[:length], self.final[:length])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NextTokens:
+    """The verifier's own next-token distribution at some positions of a row, as far as its most probable ids.
+
+    Natural logarithms, temperature 1, over the whole vocabulary.
+    """
+
+    positions: Tensor  #: int64 ``[P]``
+    ids: Tensor  #: int64 ``[P, k]``
+    logprobs: Tensor  #: float32 ``[P, k]``
+
+
 class HiddenStateSource(Protocol):
     """Where hidden states come from."""
 

@@ -54,7 +54,11 @@ _FOREIGN = (
 
 
 class StatesFileError(DataError):
-    """A tensor file that is not read; the sentence names the file and what is wrong with it."""
+    """A tensor file that is not read; the sentence names the file and what is wrong with it, ``problem`` only the latter."""
+
+    def __init__(self, sentence: str, problem: str | None = None) -> None:
+        super().__init__(sentence)
+        self.problem = problem or sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,10 @@ class StatesFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._map = -1, None
+
+    def fileno(self) -> int:
+        """Of the open file, to lock it or to read its bytes."""
+        return self._descriptor
 
     def check(self, name: str, expected: Expected) -> None:
         """:raises StatesFileError: when there is no tensor ``name``, or another than ``expected``."""
@@ -242,7 +250,7 @@ class StatesFile:
             raise self._error(f"{self.size - at} bytes at its end belong to no tensor")
 
     def _error(self, problem: str) -> StatesFileError:
-        return StatesFileError(f"the tensor file {self.path} is refused: {problem}")
+        return StatesFileError(f"the tensor file {self.path} is refused: {problem}", problem)
 
 
 def _open_within(path: Path, root: str | os.PathLike[str] | None) -> int:
@@ -257,7 +265,9 @@ def _open_within(path: Path, root: str | os.PathLike[str] | None) -> int:
         base = resolved.parent if root is None else Path(root).resolve(strict=True)
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise StatesFileError(f"the tensor file {path} cannot be opened ({reason})") from error
+        raise StatesFileError(
+            f"the tensor file {path} cannot be opened ({reason})", f"it cannot be opened ({reason})"
+        ) from error
     if not resolved.is_relative_to(base) or resolved == base:
         raise StatesFileError(f"the tensor file {path} is refused: it lies outside {root}, the folder that is read")
     try:
