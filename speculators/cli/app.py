@@ -19,6 +19,7 @@ from speculators.cli.convert import convert
 from speculators.cli.doctor import doctor
 from speculators.cli.evaluate import evaluate
 from speculators.cli.inspect_data import inspect_data
+from speculators.cli.launch_vllm import launch_vllm
 from speculators.cli.quickstart import quickstart
 from speculators.cli.regenerate_responses import regenerate_responses
 from speculators.cli.stitch_mtp import stitch_mtp_command
@@ -86,6 +87,7 @@ def _train(context: typer.Context) -> None:
     _delegate("train", context.args)
 
 
+app.command("launch-vllm", cls=MultiValueCommand)(launch_vllm)
 app.command("evaluate", cls=MultiValueCommand)(evaluate)
 app.command("doctor")(doctor)
 

@@ -11,8 +11,8 @@ from speculators.errors import ConfigError
 
 __all__ = ["ListsCommand", "MultiValueCommand", "parse_counts", "parse_numbers", "repeat_flag", "spread_lists"]
 
-#: Flags of ``evaluate`` and ``inspect-data`` that take one or more integers.
-MULTI_VALUE_FLAGS = ("--num-speculative-tokens", "--rows")
+#: Flags of ``evaluate``, ``inspect-data`` and ``launch-vllm`` that take one or more integers.
+MULTI_VALUE_FLAGS = ("--num-speculative-tokens", "--rows", "--target-layer-ids")
 
 
 def repeat_flag(arguments: Sequence[str], flag: str) -> list[str]:

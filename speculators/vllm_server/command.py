@@ -149,7 +149,7 @@ def _checked(settings: ServerSettings) -> list[str]:
     for argument in given:
         flag = argument.split("=")[0].replace("_", "-")
         if flag in _OWN:
-            raise ConfigError(f"{flag} behind -- is decided by {_OWN[flag]}; use that instead")
+            raise ConfigError(f"{flag} behind -- would contradict what this library decides; give {_OWN[flag]} before the --")
     if not settings.layer_ids:
         raise ConfigError("there are no layers to capture; give --target-layer-ids, or leave --include-last-layer on")
     if settings.backend != "mooncake" and settings.hidden_states_path is None:

@@ -6,7 +6,9 @@ vLLM is looked at from outside: importing it takes seconds and starts things.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -76,11 +78,14 @@ def find_vllm(python: str | Path | None = None) -> VllmInstallation:
     :param python: the interpreter; by default the one that runs this.
     :raises ConfigError: when it cannot be run, or has no vLLM.
     """
-    interpreter = str(python or sys.executable)
+    # Absolute, but not resolved: an environment's interpreter is a link, and knows the environment by where the link lies.
+    name = str(python or sys.executable)
+    interpreter = os.path.abspath(name) if "/" in name else shutil.which(name) or name
     try:
         done = subprocess.run(
-            # From an empty place: a folder named vllm in the current one would be taken for it.
-            [interpreter, "-c", _PROBE],
+            # From elsewhere: a folder named vllm in the current one would be taken for it.
+            [interpreter, "-"],
+            input=_PROBE,
             capture_output=True,
             text=True,
             timeout=_PROBE_SECONDS,
@@ -115,7 +120,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, subprocess.CalledProcessError):
-        return (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+        return (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1][:200]
     if isinstance(error, subprocess.TimeoutExpired):
         return f"no answer in {_PROBE_SECONDS} s"
     return "it answered something else"
