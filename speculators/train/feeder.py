@@ -11,7 +11,8 @@ from speculators.data import PackedRow, Row, attach_states
 from speculators.train.config.model import TrainConfig
 from speculators.train.planning import Recipe, add_noise
 from speculators.train.precision import Precision
-from speculators.verifiers.source import HiddenStates, HiddenStateSource, prefetch
+from speculators.verifiers.prefetching import prefetch
+from speculators.verifiers.source import HiddenStates, HiddenStateSource
 
 __all__ = ["Feeder"]
 
@@ -48,7 +49,7 @@ class Feeder:
         requests: list[list[Row]] = [self.recipe.rows(packed) for packed in packed_rows if packed]
         if self._depth == 0:
             return (self.source.fetch(rows) for rows in requests)
-        return prefetch(self.source, requests, self._depth)
+        return prefetch(self.source, requests, depth=self._depth)
 
     def filler(self, block_size: int) -> PackedBatch:
         """:meth:`PackedBatch.filler` on the device."""

@@ -1,13 +1,12 @@
-"""Hidden states of the frozen verifier for training rows: the interface, a bounded cache, and prefetching.
+"""Hidden states of the frozen verifier for training rows: the interface, and a bounded cache.
 
 Shape letters: T tokens of a row, M captured layers, H hidden size.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -18,7 +17,7 @@ from speculators.data.rows import Row
 from speculators.errors import ConfigError, DataError
 from speculators.verifiers.grouping import length_groups
 
-__all__ = ["CachedSource", "HiddenStateSource", "HiddenStates", "StatesDescription", "length_groups", "prefetch"]
+__all__ = ["CachedSource", "HiddenStateSource", "HiddenStates", "StatesDescription", "length_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,44 +159,3 @@ class CachedSource:
     def close(self) -> None:
         self._cache.clear()
         self._source.close()
-
-
-def prefetch(source: HiddenStateSource, requests: Iterable[Sequence[Row]], depth: int) -> Iterator[list[HiddenStates]]:
-    """Answers to ``requests`` in order, up to ``depth`` of them computed ahead in a thread.
-
-    An exception of the source is raised at its place. Closing the iterator stops the thread after the pass it is in.
-    """
-    answers: queue.Queue[tuple[list[HiddenStates] | None, BaseException | None]] = queue.Queue(maxsize=max(1, depth))
-    stopped = threading.Event()
-
-    def offer(item: tuple[list[HiddenStates] | None, BaseException | None]) -> None:
-        while not stopped.is_set():
-            try:
-                answers.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for rows in requests:
-                if stopped.is_set():
-                    return
-                offer((source.fetch(rows), None))
-            offer((None, None))
-        except BaseException as error:
-            offer((None, error))
-
-    thread = threading.Thread(target=work, name="hidden-states", daemon=True)
-    thread.start()
-    try:
-        while True:
-            answer, error = answers.get()
-            if error is not None:
-                raise error
-            if answer is None:
-                return
-            yield answer
-    finally:
-        stopped.set()
-        thread.join()

@@ -1,13 +1,10 @@
-import threading
-import time
-
 import numpy as np
 import pytest
 import torch
 
 from speculators.data.rows import Row, RowDataset
 from speculators.errors import ConfigError, DataError, VerifierError
-from speculators.verifiers import CachedSource, HiddenStates, StatesDescription, TransformersSource, load_verifier, prefetch
+from speculators.verifiers import CachedSource, StatesDescription, TransformersSource, load_verifier
 from speculators.verifiers.grouping import consecutive_groups, length_groups
 from tests.tiny import random_rows, tiny_verifier
 from tests.verifiers.models import family_verifier, float64_verifier, plain_model
@@ -187,61 +184,3 @@ def test_states_that_do_not_fit_are_streamed(counting, dataset):
     cached.fetch([dataset.row(4)])
     assert counting.calls == [[4, 9], [4]]
     assert same_bits(cached.fetch(rows), first)
-
-
-class SlowSource:
-    """Row ids as states; fails at a row, if told so."""
-
-    def __init__(self, fails_at=None):
-        self.fails_at, self.fetched, self.threads = fails_at, [], set()
-
-    def fetch(self, rows):
-        time.sleep(0.01)
-        self.threads.add(threading.get_ident())
-        if self.fails_at in [row.row_id for row in rows]:
-            raise DataError("this row is broken")
-        self.fetched.append([row.row_id for row in rows])
-        empty = torch.zeros(0)
-        return [HiddenStates(row.row_id, empty, empty, empty) for row in rows]
-
-
-def requests(count):
-    rows = random_rows(2 * count)
-    return [rows[2 * index : 2 * index + 2] for index in range(count)]
-
-
-def test_prefetching_keeps_the_order_and_runs_ahead():
-    source = SlowSource()
-    before = threading.active_count()
-    seen = []
-    for answer in prefetch(source, requests(8), depth=2):
-        time.sleep(0.02)
-        seen.append([states.row_id for states in answer])
-        assert len(source.fetched) <= len(seen) + 4  # bounded: two waiting, one in the making, one handed out
-    assert seen == [[2 * index, 2 * index + 1] for index in range(8)]
-    assert threading.get_ident() not in source.threads
-    assert threading.active_count() == before
-
-
-def test_a_failure_is_raised_at_its_place():
-    answers = prefetch(SlowSource(fails_at=6), requests(8), depth=3)
-    assert [next(answers)[0].row_id for _ in range(3)] == [0, 2, 4]
-    with pytest.raises(DataError, match="this row is broken"):
-        next(answers)
-
-
-def test_stopping_early_ends_the_thread():
-    before = threading.active_count()
-    source = SlowSource()
-    answers = prefetch(source, requests(50), depth=2)
-    next(answers)
-    answers.close()
-    assert threading.active_count() == before
-    assert len(source.fetched) < 10
-
-
-def test_prefetched_states_equal_fetched_ones(verifier):
-    source = TransformersSource(verifier, (1, 2))
-    calls = requests(4)
-    for rows, answer in zip(calls, prefetch(source, calls, depth=2), strict=True):
-        assert same_bits(answer, source.fetch(rows))
