@@ -18,6 +18,7 @@ from speculators.cli.build_vocab import build_vocab
 from speculators.cli.convert import convert
 from speculators.cli.doctor import doctor
 from speculators.cli.evaluate import evaluate
+from speculators.cli.generate_offline_data import generate_offline_data
 from speculators.cli.inspect_data import inspect_data
 from speculators.cli.launch_vllm import launch_vllm
 from speculators.cli.quickstart import quickstart
@@ -78,6 +79,7 @@ def _prepare_data(context: typer.Context) -> None:
 
 app.command("inspect-data", cls=MultiValueCommand)(inspect_data)
 app.command("build-vocab", cls=ListsCommand)(build_vocab)
+app.command("generate-offline-data", cls=ListsCommand)(generate_offline_data)
 app.command("regenerate-responses")(regenerate_responses)
 
 

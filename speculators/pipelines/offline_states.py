@@ -12,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from speculators.data import CutRows, Row, RowDataset
 from speculators.errors import ConfigError, DataError, SpeculatorsError
 from speculators.progress import Bar, bar
@@ -252,7 +254,7 @@ class _Filling:
         for row_id in islice(long_enough, PROBE_ROWS):
             row = self.rows[row_id]
             found = self.source.next_tokens(row, probe_positions(len(row)), PROBE_COUNT)
-            probes.append(Probe(row_id, len(row), hash_ids(row.input_ids), found))
+            probes.append(Probe(row_id, torch.tensor(row.input_ids), found))
         write_probes(self.store.path, probes)
 
 

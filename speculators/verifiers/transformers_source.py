@@ -13,7 +13,7 @@ from speculators.errors import DataError
 from speculators.verifiers.capture import StateCapture, check_layer_ids
 from speculators.verifiers.grouping import length_groups
 from speculators.verifiers.loading import Verifier
-from speculators.verifiers.source import HiddenStates, StatesDescription
+from speculators.verifiers.source import HiddenStates, NextTokens, StatesDescription
 
 __all__ = ["TransformersSource"]
 
@@ -37,6 +37,8 @@ class TransformersSource:
         final_state: Literal["pre_norm", "post_norm"] = "post_norm",
         token_budget: int = 2048,
     ) -> None:
+        #: One pass at a time runs through a verifier.
+        self.concurrency = 1
         self._verifier = verifier
         self.token_budget = token_budget
         self._layer_ids = check_layer_ids(layer_ids, verifier.num_layers)
@@ -71,6 +73,20 @@ class TransformersSource:
             for place, states in zip(group, self._run([rows[place] for place in group])):
                 answers[place] = states
         return [answers[place] for place in range(len(rows))]
+
+    @torch.no_grad()
+    def next_tokens(self, row: Row, positions: Sequence[int], count: int) -> NextTokens:
+        """See :meth:`speculators.verifiers.source.HiddenStateSource.next_tokens`; from the whole model, its head included.
+
+        :raises DataError: as :meth:`fetch`.
+        """
+        self._check(row)
+        places = torch.tensor(positions, dtype=torch.int64)
+        ids = torch.tensor(row.input_ids, device=self._verifier.device).view(1, -1)
+        with self._verifier.lock:
+            logits = self._verifier.logits(ids, keep=places.to(self._verifier.device))[0]
+        found = logits.float().log_softmax(dim=-1).topk(min(count, logits.shape[-1]), dim=-1)
+        return NextTokens(places, found.indices.cpu(), found.values.cpu())
 
     def close(self) -> None:
         """Nothing is held beyond the verifier, which belongs to the caller."""

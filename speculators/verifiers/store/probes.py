@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from speculators.data.rows import Row
 from speculators.errors import DataError
 from speculators.files import read_json, write_text_atomically, writing
 from speculators.verifiers.source import NextTokens
-from speculators.verifiers.store.records import hash_ids
 
 __all__ = ["PROBES", "PROBE_ROWS", "Probe", "read_probes", "write_probes"]
 
@@ -32,13 +33,13 @@ class Probe:
     """Predictions for a row that begins with the tokens that were run."""
 
     row_id: int
-    tokens: int
-    ids_hash: str  #: of the row's first ``tokens`` ids
+    token_ids: Tensor  #: int64 ``[T]``, that were run
     predictions: NextTokens
 
     def fits(self, row: Row) -> bool:
-        """Whether they were made for this row, or for a longer one that begins with it (the hash then says nothing)."""
-        return row.row_id == self.row_id and (len(row) < self.tokens or hash_ids(row.input_ids[: self.tokens]) == self.ids_hash)
+        """Whether the row begins with the tokens that were run, or these with the row's."""
+        length = min(len(row), len(self.token_ids))
+        return row.row_id == self.row_id and np.array_equal(self.token_ids[:length].numpy(), row.input_ids[:length])
 
     def within(self, length: int, count: int) -> NextTokens:
         """Of the positions before ``length``, at most ``count`` predictions each."""
@@ -52,8 +53,7 @@ class Probe:
     def to_json(self) -> dict[str, Any]:
         return {
             "row": self.row_id,
-            "tokens": self.tokens,
-            "ids_hash": self.ids_hash,
+            "token_ids": self.token_ids.tolist(),
             "positions": self.predictions.positions.tolist(),
             "ids": self.predictions.ids.tolist(),
             "logprobs": self.predictions.logprobs.tolist(),
@@ -66,14 +66,16 @@ class Probe:
             positions = torch.tensor(values["positions"], dtype=torch.int64)
             ids = torch.tensor(values["ids"], dtype=torch.int64)
             logprobs = torch.tensor(values["logprobs"], dtype=torch.float32)
-            row_id, tokens, ids_hash = int(values["row"]), int(values["tokens"]), str(values["ids_hash"])
+            row_id, token_ids = int(values["row"]), torch.tensor(values["token_ids"], dtype=torch.int64)
         except (KeyError, TypeError, RuntimeError, OverflowError) as error:
             raise ValueError(f"not a record of predictions ({error})") from error
         if ids.dim() != 2 or ids.shape != logprobs.shape or positions.shape != ids.shape[:1]:
             raise ValueError("positions, ids and logprobs do not fit together")
-        if positions.numel() and not (int(positions.min()) >= 0 and int(positions.max()) < tokens and int(ids.min()) >= 0):
+        if positions.numel() and not (
+            int(positions.min()) >= 0 and int(positions.max()) < len(token_ids) and int(ids.min()) >= 0
+        ):
             raise ValueError("a position lies outside its row")
-        return cls(row_id, tokens, ids_hash, NextTokens(positions, ids, logprobs))
+        return cls(row_id, token_ids, NextTokens(positions, ids, logprobs))
 
 
 def probe_positions(length: int) -> list[int]:

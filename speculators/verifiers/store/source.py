@@ -158,7 +158,9 @@ class StoreSource:
             if mine is None or not np.array_equal(mine.input_ids[: len(row)], row.input_ids):
                 raise DataError(f"row {row.row_id} is not the one of the data set; pass its own rows")
             states = self._source().fetch(rows)
-            for one in self._store(states):
+            # The whole group goes through the verifier, for the sake of its bits, but rows that are stored stay as they are.
+            lacking = {one.row_id for one in rows if self.store.lacks(one)}
+            for one in self._store([one for one in states if one.row_id in lacking]):
                 self._remember(one)
             made = self._waiting(row)
         if made is None:

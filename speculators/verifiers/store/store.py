@@ -92,6 +92,14 @@ class StatesStore:
             except DamagedShardError:
                 return False
 
+    def lacks(self, row: Row) -> bool:
+        """Whether no row of this id, at least as long and of these tokens, was ever named; nothing is read but the index."""
+        with self._lock:
+            placed = self.index.rows.get(row.row_id)
+            if placed is None or placed.row.tokens < len(row):
+                return True
+            return placed.row.tokens == len(row) and placed.row.ids_hash != hash_ids(row.input_ids)
+
     def place(self, row_id: int) -> Placed | None:
         """Where a row lies; looks for what writers have added since when it is not known."""
         with self._lock:

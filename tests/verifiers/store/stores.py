@@ -57,7 +57,7 @@ def rows(count: int = 24, seed: int = 5) -> RowDataset:
 
 
 #: Small shards: a few passes each.
-SMALL = {"token_budget": 128, "seq_length": 32, "shard_bytes": 16 << 10}
+SMALL = {"token_budget": 128, "seq_length": 32, "shard_bytes": 6 << 10}
 
 
 def filled(path: Path, dataset: RowDataset, source: MadeUpSource | None = None, **changes: object) -> FillReport:
