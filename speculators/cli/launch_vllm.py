@@ -158,7 +158,7 @@ def launch_vllm(
         for line in servers.commands():
             print(line)
     else:
-        servers.run(lambda line: print(line, flush=True))
+        raise typer.Exit(servers.run(lambda line: print(line, flush=True)))
 
 
 def _backend(name: str) -> Backend:

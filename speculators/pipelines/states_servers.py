@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from speculators.errors import ConfigError, StoppedError
+from speculators.errors import ConfigError
 from speculators.vllm_server.command import ServerSettings, build_command, server_environment
 from speculators.vllm_server.launching import VllmServer
-from speculators.vllm_server.leftovers import sweep_dead_servers
+from speculators.vllm_server.leftovers import remove_if_empty, sweep_dead_servers
 from speculators.vllm_server.replicas import Replicas, assign_devices, devices_of_machine, devices_per_replica, processor_share
 from speculators.vllm_server.versions import VllmInstallation
 
@@ -62,11 +61,11 @@ class StatesServers:
             lines.append(shlex.join([*(["env", *sorted(assignments)] if assignments else []), *server.command]))
         return lines
 
-    def run(self, say: Callable[[str], None]) -> None:
-        """Start, print how to train, and keep the servers alive until a signal; no process is left afterwards.
+    def run(self, say: Callable[[str], None]) -> int:
+        """Start, say how to train, and keep the servers alive until a signal; no process is left afterwards.
 
+        :returns: the exit code that shells have for the signal.
         :raises SpeculatorsError: when they cannot be started, or one of them fails to start again and again.
-        :raises StoppedError: by a signal.
         """
         with _states_folder(self.settings) as settings, _signals() as stopped:
             servers = [server for server, _ in self._servers(settings)]
@@ -81,8 +80,7 @@ class StatesServers:
                 if stopped.number is not None:
                     say("stopping the servers")
                 replicas.stop()
-        if stopped.number is not None:
-            raise StoppedError(stopped.number)
+        return 128 + (stopped.number or 0)
 
     def _servers(self, settings: ServerSettings) -> Iterator[tuple[VllmServer, dict[str, str]]]:
         base = server_environment(self.vllm, settings, self.environment)
@@ -114,6 +112,8 @@ class StatesServers:
         flags = ["--verifier-name-or-path", settings.model, "--hidden-states", "vllm"]
         flags += ["--vllm-endpoint", ",".join(server.endpoint for server in servers)]
         flags += ["--hidden-states-backend", settings.backend]
+        if settings.hidden_states_path is not None:
+            flags += ["--hidden-states-path", str(settings.hidden_states_path)]
         if set(self.target_layer_ids) - set(settings.layer_ids[-1:]):
             flags += ["--target-layer-ids", *map(str, self.target_layer_ids)]
         yield "train with"
@@ -160,8 +160,6 @@ def _states_folder(settings: ServerSettings) -> Iterator[ServerSettings]:
             sweep_dead_servers(folder)
         yield replace(settings, hidden_states_path=folder)
     finally:
+        sweep_dead_servers(folder)
         if own is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                sweep_dead_servers(folder)
+            remove_if_empty(folder)

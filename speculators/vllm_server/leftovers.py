@@ -11,7 +11,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["sweep_dead_servers"]
+__all__ = ["remove_if_empty", "sweep_dead_servers"]
 
 _PREFIX = "hs-"
 _OWNER = "owner"
@@ -30,3 +30,9 @@ def sweep_dead_servers(root: Path) -> None:
             with suppress(OSError), (folder / _OWNER).open("rb") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_if_empty(root: Path) -> None:
+    """Remove a folder of ours that no server uses any more, unless a trainer has put something into it."""
+    if root.is_dir() and {entry.name for entry in root.iterdir()} <= {_ROOT_LOCK}:
+        shutil.rmtree(root, ignore_errors=True)
