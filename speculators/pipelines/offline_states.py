@@ -128,7 +128,7 @@ def _record(dataset: RowDataset, source: CapturedSource, settings: FillSettings)
     found = source.description
     dtype = settings.dtype or found.dtype
     return StoreRecord(
-        states=replace(found, dtype=found.dtype if dtype in _PACKED else dtype),
+        states=replace(found, dtype=found.dtype, precision=dtype) if dtype in _PACKED else replace(found, dtype=dtype),
         dtype=dtype,  # type: ignore[arg-type]  # checked by the record
         captured_dtype=found.dtype,
         dataset=dataset.fingerprint,

@@ -24,6 +24,10 @@ __all__ = ["SelfCheck", "check_source", "check_states"]
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE_TOLERANCE = 5e-2
 
+#: The same for float32 states that were stored in fewer bytes: about ten times and three times what SmolLM2's rounding gives.
+#: A norm or a layer that is wrong changes a probability by nearly 1.
+STORED_TOLERANCES = {"float16": 1e-2, "fp8": 0.25}
+
 #: Positions compared; their logits over the whole vocabulary are held at once.
 MAX_POSITIONS = 32
 
@@ -61,14 +65,18 @@ def check_source(source: HiddenStateSource, head: FullHead, verifier: Verifier, 
     length = min(len(row), 512 if verifier.context_length is None else verifier.context_length)
     row = Row(row.row_id, row.input_ids[:length], row.loss_mask[:length])
     final = source.fetch([row])[0].final
-    return check_states(final, row, head, verifier, pre_norm=source.description.final_state == "pre_norm")
+    found = source.description
+    return check_states(final, row, head, verifier, pre_norm=found.final_state == "pre_norm", precision=found.precision)
 
 
 @torch.no_grad()
-def check_states(final: Tensor, row: Row, head: FullHead, verifier: Verifier, *, pre_norm: bool) -> SelfCheck:
+def check_states(
+    final: Tensor, row: Row, head: FullHead, verifier: Verifier, *, pre_norm: bool, precision: str | None = None
+) -> SelfCheck:
     """Check final states ``[T, H]`` of a row.
 
     :param pre_norm: whether they were taken before the verifier's final norm.
+    :param precision: as of :class:`~speculators.verifiers.source.StatesDescription`.
     :raises VerifierError: see :func:`check_source`.
     """
     # Spread over the row: a wrong norm shows at any position, wrong tokens only after the first of them.
@@ -85,6 +93,7 @@ def check_states(final: Tensor, row: Row, head: FullHead, verifier: Verifier, *,
         return float((rebuilt - expected).abs().max())
 
     tolerance = TOLERANCES.get(final.dtype, COARSE_TOLERANCE) if final.dtype == verifier.dtype else COARSE_TOLERANCE
+    tolerance = max(tolerance, STORED_TOLERANCES.get(precision or "", 0.0))
     found = difference(head.normalize(states) if pre_norm else states)
     if found <= tolerance:
         return SelfCheck(row.row_id, len(positions), found, tolerance)

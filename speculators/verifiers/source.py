@@ -29,6 +29,8 @@ class StatesDescription:
     :param dtype: torch dtype name of the states.
     :param verifier: folder or hub id.
     :param verifier_hash: of its config and weight files.
+    :param precision: the coarsest form that the states have been in, such as ``fp8`` of states that were stored so and are
+        float32 again; None: that of ``dtype``.
     """
 
     layer_ids: tuple[int, ...]
@@ -38,6 +40,7 @@ class StatesDescription:
     verifier: str
     verifier_hash: str
     layer_id_convention: Literal["after_k_layers"] = "after_k_layers"
+    precision: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"layer_ids": list(self.layer_ids)}
