@@ -37,12 +37,13 @@ class NoTokenIds(Exception):
     """An answer in good form, but as text alone."""
 
 
-def base_address(endpoint: str) -> str:
+def base_address(endpoint: str, flag: str = "--endpoint") -> str:
     """``http://host:port/v1`` of an address with or without it, or with a path behind it.
 
+    :param flag: that gave the address.
     :raises ConfigError: for one with a password in it.
     """
-    refuse_credentials(endpoint, "--endpoint")
+    refuse_credentials(endpoint, flag)
     address = endpoint.strip().rstrip("/")
     for path in _PATHS:
         address = address.removesuffix(path).rstrip("/")
