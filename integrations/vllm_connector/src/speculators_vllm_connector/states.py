@@ -119,10 +119,12 @@ def encode_fp8(states: Tensor) -> dict[str, Tensor]:
     :returns: ``hidden_states`` in float8_e4m3fn and ``hidden_states_scales``, float32 ``[T, 1, 1]``: states = their product.
     """
     wide = states.float()
-    scales = wide.abs().amax(dim=(1, 2), keepdim=True) / _FP8_MAX
-    # A token of zeros has no scale; and one that is not finite must stay visible to the reader, who refuses it.
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-    return {HIDDEN_STATES: (wide / scales).clamp(-_FP8_MAX, _FP8_MAX).to(_FP8), SCALES: scales}
+    largest = wide.abs().amax(dim=(1, 2), keepdim=True)
+    # A token of zeros has any scale; one below the normal numbers would lose digits. What is not finite stays so in the
+    # product, for the reader to refuse.
+    scales = (largest / _FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = torch.where(largest == 0, torch.ones_like(scales), scales)
+    return {HIDDEN_STATES: (wide / scales).clamp(-_FP8_MAX, _FP8_MAX).to(_FP8).contiguous(), SCALES: scales}
 
 
 def gather_states(cache: Tensor, blocks: Sequence[int], block_size: int, tokens: int, count: int) -> Tensor:
