@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -143,23 +146,27 @@ def generate_offline_data(
         "trust_remote_code": trust_remote_code,
         "data_path": str(preprocessed_data),
         "hidden_states": source_name,
-        "hidden_states_backend": hidden_states_backend,
         "target_layer_ids": _layers(target_layer_ids),
         "final_state": final_state,
         "total_seq_len": seq_length,
         "capture_batch_tokens": capture_batch_tokens,
-        "vllm_endpoint": endpoint or ENDPOINT,
-        "request_timeout": request_timeout,
-        "max_retries": max_retries,
-        "on_missing": "raise",
     }
+    if source_name == "vllm":
+        given |= {
+            "hidden_states_backend": hidden_states_backend,
+            "vllm_endpoint": endpoint or ENDPOINT,
+            "request_timeout": request_timeout,
+            "max_retries": max_retries,
+            "on_missing": "raise",
+        }
     config = TrainConfig.from_flat(given)
-    dataset = RowDataset.load(preprocessed_data)
-    source = _open(config, dataset)
-    try:
-        report = fill_store(output or preprocessed_data / "hidden_states", dataset, source, settings)
-    finally:
-        source.close()
+    with _plain_warnings():
+        dataset = RowDataset.load(preprocessed_data)
+        source = _open(config, dataset)
+        try:
+            report = fill_store(output or preprocessed_data / "hidden_states", dataset, source, settings)
+        finally:
+            source.close()
     for line in report.lines():
         typer.echo(line)
 
@@ -182,6 +189,19 @@ def _open(config: TrainConfig, dataset: Any) -> Any:
     layers = config.draft.target_layer_ids or default_layer_ids(verifier.num_layers)
     budget = config.data.capture_batch_tokens
     return TransformersSource(verifier, tuple(layers), config.data.final_state or "post_norm", budget)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Each warning as one line on standard error."""
+    import warnings
+
+    def show(message: Warning | str, *_: object) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def _choice(flag: str, value: str | None, choices: tuple[str | None, ...]) -> None:

@@ -1,0 +1,161 @@
+"""``speculators generate-offline-data``: a store from a verifier, gone on with after a stop; what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from speculators.__main__ import main
+from speculators.data import CutRows, DataManifest, RowDataset
+from speculators.verifiers.loading import load_verifier
+from speculators.verifiers.source import CachedSource
+from speculators.verifiers.store import StoreSource
+from speculators.verifiers.transformers_source import TransformersSource
+from tests.tiny import random_rows, tiny_verifier
+from tests.verifiers.store.stores import contents, same
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a verifier and a data set."""
+    folder = tmp_path_factory.mktemp("offline")
+    tiny_verifier(folder)
+    RowDataset.save(folder / "data", random_rows(60, seed=3), DataManifest())
+    return folder
+
+
+def arguments(folder: Path, store: Path, *more: str) -> list[str]:
+    return [
+        "generate-offline-data",
+        *("--model", str(folder / "verifier"), "--preprocessed-data", str(folder / "data"), "--output", str(store)),
+        *("--target-layer-ids", "1", "2", "--capture-batch-tokens", "128", "--seq-length", "32", "--shard-mib", "0.02"),
+        *more,
+    ]
+
+
+def test_fills_as_training_would_capture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(folder, tmp_path / "whole")) == 0
+    printed = capsys.readouterr()
+    assert "60 rows: 0 were there, 60 were captured" in printed.out
+    assert "Capturing hidden states" in printed.err
+    dataset, verifier = RowDataset.load(folder / "data"), load_verifier(folder / "verifier")
+    live = CachedSource(TransformersSource(verifier, (1, 2), "post_norm", 128), CutRows(dataset, 32), 1 << 30, token_budget=128)
+    stored = StoreSource(tmp_path / "whole", dataset)
+    assert stored.description == live.description
+    rows = CutRows(dataset, 32)
+    assert all(same(stored.fetch([rows[i]])[0], live.fetch([rows[i]])[0]) for i in range(60))
+    # In parts: first some rows by ranks at once, then more; a rank's files are those of a run of its own.
+    ranks = [
+        subprocess.Popen([sys.executable, "-m", "speculators", *arguments(folder, tmp_path / "parts", *rank)])
+        for rank in (("--world-size", "2", "--rank", "0"), ("--world-size", "2", "--rank", "1", "--validate-outputs"))
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    parts = StoreSource(tmp_path / "parts", dataset)
+    assert all(same(parts.fetch([rows[i]])[0], live.fetch([rows[i]])[0]) for i in range(60))
+    assert {name.split("/")[-1].split("-")[0] for name in contents(tmp_path / "parts") if "shards" in name} == {
+        "00000",
+        "00001",
+    }
+
+
+def test_some_samples_then_more(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(folder, tmp_path / "store", "--max-samples", "10", "--dtype", "fp8")) == 0
+    assert "10 rows: 0 were there, 10 were captured" in capsys.readouterr().out
+    assert main(arguments(folder, tmp_path / "store", "--dtype", "fp8")) == 0
+    assert "60 rows: 10 were there, 50 were captured" in capsys.readouterr().out
+    assert main(arguments(folder, tmp_path / "store", "--dtype", "fp8", "--validate-outputs")) == 0
+    assert "60 rows: 60 were there, 0 were captured" in capsys.readouterr().out
+    assert main(arguments(folder, tmp_path / "store")) == 2
+    assert "holds other states (states.precision fp8 there, None asked for; dtype fp8 there, float32" in capsys.readouterr().err
+
+
+def test_quota(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(folder, tmp_path / "store", "--max-gib", "0.0003")) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: the store in ")
+    assert "raise --max-gib" in error
+    assert main(arguments(folder, tmp_path / "store", "--max-gib", "0.0003", "--on-full", "evict")) == 0
+    assert "rows were evicted again to stay within --max-gib" in capsys.readouterr().out
+    record = json.loads((tmp_path / "store" / "hidden_states.json").read_text())
+    assert (record["on_full"], record["max_bytes"]) == ("evict", int(0.0003 * 2**30))
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "problem"),
+    [
+        (("--rank", "1"), 2, "--rank is 1 of --world-size 1; ranks count from 0"),
+        (("--dtype", "int8"), 2, "--dtype is int8; choose one of float32, bfloat16, float16, fp8"),
+        (("--on-full", "grow"), 2, "choose one of stop, evict"),
+        (("--hidden-states", "magic"), 2, "choose one of transformers, vllm, ray"),
+        (("--final-state", "none"), 2, "choose one of pre_norm, post_norm"),
+        (("--target-layer-ids", "x"), 2, "--target-layer-ids takes whole numbers"),
+        (("--target-layer-ids", "9"), 1, "9"),
+        (("--preprocessed-data", "missing"), 1, "missing"),
+        (("--model", "missing"), 1, "missing"),
+        (("--hidden-states", "transformers", "--model", ""), 2, "name the verifier"),
+    ],
+)
+def test_refused(
+    folder: Path, tmp_path: Path, more: tuple[str, ...], code: int, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments(folder, tmp_path / "store"), *more]) == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert problem in lines[0]
+    assert not (tmp_path / "store" / "hidden_states.json").exists()
+
+
+@pytest.mark.chaos
+def test_killed_at_any_moment(folder: Path, tmp_path: Path) -> None:
+    """kill -9 again and again, then a run to the end: the store is that of a run that nobody disturbed, byte for byte."""
+    slow = ("--capture-batch-tokens", "32")  # many passes and shards
+    assert main(arguments(folder, tmp_path / "whole", *slow)) == 0
+    command = [sys.executable, "-m", "speculators", *arguments(folder, tmp_path / "killed", *slow)]
+    draws, shards, kills = random.Random(1), set(), 0
+    for _ in range(12):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+            _until(lambda: _holds(run, tmp_path / "killed"), run)
+            time.sleep(draws.uniform(0, 0.25))
+            run.send_signal(signal.SIGKILL)
+            kills += run.wait() == -signal.SIGKILL
+        shards.add(len(list((tmp_path / "killed" / "shards").glob("0*.safetensors"))))
+        if kills and len(contents(tmp_path / "killed")) == len(contents(tmp_path / "whole")):
+            break
+    assert kills > 1
+    assert len(shards) > 1  # at different moments
+    assert main(arguments(folder, tmp_path / "killed", *slow)) == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def _holds(run: subprocess.Popen[bytes], store: Path) -> bool:
+    """Whether the process has begun to write: the lock's file then names it."""
+    lock = store / ".00000.lock"
+    return lock.exists() and lock.read_text().startswith(f"process {run.pid} ")
+
+
+def _until(condition, run: subprocess.Popen[bytes]) -> None:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + 60
+    while not condition() and run.poll() is None and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+@pytest.mark.chaos
+def test_interrupted(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "speculators", *arguments(folder, tmp_path / "store", "--capture-batch-tokens", "32")]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    ) as run:
+        _until(lambda: (tmp_path / "store" / "hidden_states.json").exists(), run)
+        run.send_signal(signal.SIGINT)
+        error = run.communicate()[1]
+    assert run.returncode == 130
+    assert "Traceback" not in error
+    assert os.listdir(tmp_path / "store")
