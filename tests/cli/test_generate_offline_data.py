@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,18 +49,12 @@ def test_fills_as_training_would_capture(folder: Path, tmp_path: Path, capsys: p
     assert stored.description == live.description
     rows = CutRows(dataset, 32)
     assert all(same(stored.fetch([rows[i]])[0], live.fetch([rows[i]])[0]) for i in range(60))
-    # In parts: first some rows by ranks at once, then more; a rank's files are those of a run of its own.
-    ranks = [
-        subprocess.Popen([sys.executable, "-m", "speculators", *arguments(folder, tmp_path / "parts", *rank)])
-        for rank in (("--world-size", "2", "--rank", "0"), ("--world-size", "2", "--rank", "1", "--validate-outputs"))
-    ]
-    assert [rank.wait() for rank in ranks] == [0, 0]
+    # In parts, by ranks.
+    for rank in ("1", "0"):
+        assert main(arguments(folder, tmp_path / "parts", "--world-size", "2", "--rank", rank)) == 0
     parts = StoreSource(tmp_path / "parts", dataset)
     assert all(same(parts.fetch([rows[i]])[0], live.fetch([rows[i]])[0]) for i in range(60))
-    assert {name.split("/")[-1].split("-")[0] for name in contents(tmp_path / "parts") if "shards" in name} == {
-        "00000",
-        "00001",
-    }
+    assert sorted(path.name for path in (tmp_path / "parts" / "index").iterdir()) == ["00000.jsonl", "00001.jsonl"]
 
 
 def test_some_samples_then_more(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,49 +104,56 @@ def test_refused(
     assert not (tmp_path / "store" / "hidden_states.json").exists()
 
 
+#: Imports once, then runs the command again and again in a process of its own and kills it at some moment of its work.
+KILLER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import speculators.pipelines.offline_states
+import speculators.train.config
+import speculators.verifiers.transformers_source
+from speculators.__main__ import main
+
+store, kills, draws = Path(sys.argv[1]), int(sys.argv[2]), random.Random(1)
+lock = store / ".00000.lock"
+for _ in range(kills):
+    child = os.fork()
+    if not child:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        os._exit(main(sys.argv[3:]))
+    while not (lock.exists() and lock.read_text().startswith(f"process {child} ")):  # until it has begun to write
+        time.sleep(0.001)
+    time.sleep(draws.uniform(0, 0.15))
+    os.kill(child, signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(list(store.glob("shards/0*.safetensors"))), flush=True)
+"""
+
+
 @pytest.mark.chaos
 def test_killed_at_any_moment(folder: Path, tmp_path: Path) -> None:
     """kill -9 again and again, then a run to the end: the store is that of a run that nobody disturbed, byte for byte."""
-    slow = ("--capture-batch-tokens", "32")  # many passes and shards
-    assert main(arguments(folder, tmp_path / "whole", *slow)) == 0
-    command = [sys.executable, "-m", "speculators", *arguments(folder, tmp_path / "killed", *slow)]
-    draws, shards, kills = random.Random(1), set(), 0
-    for _ in range(12):
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
-            _until(lambda: _holds(run, tmp_path / "killed"), run)
-            time.sleep(draws.uniform(0, 0.25))
-            run.send_signal(signal.SIGKILL)
-            kills += run.wait() == -signal.SIGKILL
-        shards.add(len(list((tmp_path / "killed" / "shards").glob("0*.safetensors"))))
-        if kills and len(contents(tmp_path / "killed")) == len(contents(tmp_path / "whole")):
-            break
-    assert kills > 1
-    assert len(shards) > 1  # at different moments
-    assert main(arguments(folder, tmp_path / "killed", *slow)) == 0
+    slow = ("--capture-batch-tokens", "32", "--shard-mib", "0.005")  # many passes and shards
+    assert main([*arguments(folder, tmp_path / "whole"), *slow]) == 0
+    command = arguments(folder, tmp_path / "killed")
+    driver = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path / "killed"), "6", *command, *slow],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    ends = [tuple(map(int, line.split())) for line in driver.stdout.splitlines()]
+    assert sum(code == -signal.SIGKILL for code, _ in ends) > 2
+    assert len({shards for _, shards in ends}) > 1  # at different moments
+    assert main([*command, *slow]) == 0
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
-def _holds(run: subprocess.Popen[bytes], store: Path) -> bool:
-    """Whether the process has begun to write: the lock's file then names it."""
-    lock = store / ".00000.lock"
-    return lock.exists() and lock.read_text().startswith(f"process {run.pid} ")
+def test_interrupted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
 
-
-def _until(condition, run: subprocess.Popen[bytes]) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + 60
-    while not condition() and run.poll() is None and time.monotonic() < end:
-        time.sleep(0.005)
-
-
-@pytest.mark.chaos
-def test_interrupted(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "speculators", *arguments(folder, tmp_path / "store", "--capture-batch-tokens", "32")]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
-    ) as run:
-        _until(lambda: (tmp_path / "store" / "hidden_states.json").exists(), run)
-        run.send_signal(signal.SIGINT)
-        error = run.communicate()[1]
-    assert run.returncode == 130
-    assert "Traceback" not in error
-    assert os.listdir(tmp_path / "store")
+    monkeypatch.setattr(TransformersSource, "fetch", interrupted)
+    assert main(arguments(folder, tmp_path / "store")) == 130
+    assert "the same command can be run again" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(arguments(folder, tmp_path / "store")) == 0

@@ -194,6 +194,23 @@ def test_many_threads_read_and_make(tmp_path: Path) -> None:
     assert len(made.asked) == len({tuple(group) for group in made.asked})
 
 
+def test_ranks_fill_one_folder_at_once(tmp_path: Path) -> None:
+    dataset, world = rows(60), 3
+    threads = [
+        threading.Thread(target=filled, args=(tmp_path / "store", dataset), kwargs={"world_size": world, "rank": rank})
+        for rank in range(world)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    source, wanted = StoreSource(tmp_path / "store", on_missing="raise"), cached(dataset)
+    assert all(same(source.fetch([cut(dataset, i)])[0], wanted.fetch([cut(dataset, i)])[0]) for i in range(60))
+    for rank in range(world):  # each rank's files are those of a run in which it is alone
+        filled(tmp_path / "alone", dataset, world_size=world, rank=rank)
+    assert contents(tmp_path / "store") == contents(tmp_path / "alone")
+
+
 def test_one_writer_of_a_name(tmp_path: Path) -> None:
     dataset = rows(4)
     filled(tmp_path / "store", dataset)
