@@ -37,6 +37,7 @@ class StatesCheck:
         self._hint = hint
         self._warned = False
         self.dtype: str | None = None  #: torch dtype name of the states; that of the first ones that were checked
+        self.precision: str | None = None  #: ``fp8`` when those came in eight bits
 
     def most_bytes(self, tokens: int) -> int:
         """What a row's states can take, with room for a server that captures more layers, so that it can be told so."""
@@ -110,7 +111,7 @@ class StatesCheck:
             said = record.get("dtype", _DECODED)
             found = said if said in ("float32", "bfloat16", "float16") else _DECODED
         if self.dtype is None:
-            self.dtype = found
+            self.dtype, self.precision = found, "fp8" if stored == torch.float8_e4m3fn else None
         if found != self.dtype:
             raise VerifierError(
                 f"a vLLM server computes hidden states in {found}, where others were {self.dtype}; start all with the same "

@@ -1,8 +1,8 @@
 """Several vLLM servers as one: work goes where least is under way; a server that fails is left, and rejoined when it is back.
 
-A server is left after a fault for a wait that grows with every further one, up to half a minute, and is then asked whether it
-lives. Work goes to it again when it answers; the wait is short again when it has done some. While no server is there, callers
-wait: as long as the retries would take altogether.
+A server is left after a fault for a wait that grows with every further one, and is then asked whether it lives; while it does
+not, it is asked at least twice a minute. Work goes to it again when it answers, and the wait is short again when it has done
+some. While no server is there, callers wait: as long as the retries would take altogether.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from speculators.errors import VerifierError
 from speculators.verifiers.vllm.protocol import Served
@@ -22,6 +22,8 @@ __all__ = ["Endpoint", "EndpointFault", "Endpoints", "patience"]
 logger = logging.getLogger("speculators.verifiers")
 
 _LONGEST_WAIT = 30.0
+#: Doublings of the wait for a server that lives and fails; a row's tries end sooner than a dead server's wait.
+_FAULTY_DOUBLINGS = 3
 _LONGEST_RETRY = 60.0
 #: Answers in a row that were not what was asked for, after which a server is left though it answers.
 _BAD_ANSWERS = 3
@@ -43,7 +45,8 @@ class Endpoint:
     faults: int = 0  #: in a row
     bad_answers: int = 0  #: in a row
     ask_at: float = 0.0  #: when to ask again whether it lives
-    reason: str = ""
+    in_vain: bool = False  #: it was asked since it was left, or ever, and did not answer
+    reason: str = ""  #: of its last fault
 
 
 @dataclass(slots=True)
@@ -52,7 +55,6 @@ class Counts:
 
     left: int = 0
     rejoined: int = 0
-    waiting: int = field(default=0)  #: callers that wait for a server now
 
 
 def patience(max_retries: int, first_wait: float) -> float:
@@ -146,19 +148,14 @@ class Endpoints:
                     best.tokens += tokens
                     return best, best.spell
                 self._start_asking()
-                self.counts.waiting += 1
-                try:
-                    self._changed.wait(0.1)
-                finally:
-                    self.counts.waiting -= 1
+                self._changed.wait(0.1)  # the patience may end without anything changing
 
     def _check(self) -> None:
         if self._closed:
             raise VerifierError("the vLLM client is closed")
         if self._fatal is not None:
             raise self._fatal
-        # All have been asked at least once.
-        if self._none_since is None or not all(endpoint.reason for endpoint in self.all):
+        if self._none_since is None or not all(endpoint.in_vain for endpoint in self.all):
             return
         if time.monotonic() - self._none_since > self._patience:
             raise VerifierError(f"no vLLM server answers ({self.reasons}); {self._hint}")
@@ -167,10 +164,11 @@ class Endpoints:
         with self._changed:
             if not endpoint.alive or endpoint.spell != spell:
                 return  # others noticed it before
-            endpoint.alive = False
+            endpoint.alive = endpoint.in_vain = False
             endpoint.spell += 1
             endpoint.bad_answers = 0
             self.counts.left += 1
+            endpoint.faults = min(endpoint.faults, _FAULTY_DOUBLINGS)
             wait = self._put_off(endpoint, reason)
             if not self.alive:
                 self._none_since = time.monotonic()
@@ -211,6 +209,7 @@ class Endpoints:
         except EndpointFault as fault:
             with self._changed:
                 self._put_off(endpoint, str(fault))
+                endpoint.in_vain = True
                 self._changed.notify_all()
             return
         except VerifierError as error:
@@ -219,7 +218,7 @@ class Endpoints:
                 self._changed.notify_all()
             return
         with self._changed:
-            endpoint.served, endpoint.alive = served, True
+            endpoint.served, endpoint.alive, endpoint.in_vain = served, True, False
             self._none_since = None
             again = endpoint.spell > 0
             self.counts.rejoined += again

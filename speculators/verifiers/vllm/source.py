@@ -101,6 +101,7 @@ class VllmSource:
                 hidden_size=verifier.hidden_size,
                 verifier=verifier.name,
                 verifier_hash=verifier.hash,
+                precision=self._check.precision,
             )
         except BaseException:
             self.close()
@@ -155,7 +156,7 @@ class VllmSource:
         """Servers and those alive, rows and tokens received, rows that were kept from before, further tries, rows given up."""
         with self._lock:
             counts = dict(self._counts)
-        return {"endpoints": len(self._endpoints.all), "endpoints alive": self._endpoints.alive, **counts}
+        return {"endpoints": len(self._endpoints.all), "endpoints_alive": self._endpoints.alive, **counts}
 
     def close(self) -> None:
         self._endpoints.close()
