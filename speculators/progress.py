@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -37,6 +37,17 @@ class Bar:
             self._progress.advance(self._task)  # type: ignore[arg-type]
 
 
+class _WithMoreBelow(Progress):
+    """Bars, and something under them."""
+
+    below: RenderableType | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below is not None:
+            yield self.below
+
+
 @contextmanager
 def bar(
     label: str,
@@ -46,6 +57,7 @@ def bar(
     passing: bool = False,
     share: bool = False,
     console: Console | None = None,
+    below: RenderableType | None = None,
 ) -> Iterator[Bar]:
     """A bar of ``total`` units while the body runs; of None, when nobody knows how many.
 
@@ -53,6 +65,7 @@ def bar(
     :param passing: take the bar away when it is full.
     :param share: show a percentage, for work whose amount is not known beforehand, instead of units done.
     :param console: where to draw; standard error by default. A console that is no terminal gets one line, at the end.
+    :param below: what a terminal shows under the bar; drawn anew with it.
     """
     console = console or Console(stderr=True)
     # In a log file a bar that passes would leave nothing but an empty line.
@@ -69,5 +82,6 @@ def bar(
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, transient=passing) as progress:
+    with _WithMoreBelow(*columns, console=console, transient=passing) as progress:
+        progress.below = below if console.is_terminal else None
         yield Bar(progress, progress.add_task(label, total=total, note=""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,17 +51,17 @@ def _smallest(trainer: Trainer, steps: int) -> int:
 
 def _time_steps(trainer: Trainer) -> float:
     """Seconds of one optimiser step, weights and states left as they are."""
-    plan = trainer.planner.micro_batches(0)
+    plan = trainer.planner.steps(0)
     chosen = [plan[index % len(plan)] for index in range(WARMUP + TIMED)]
-    answers = trainer.feeder.stream([packed for step in chosen for packed in step])
     # At a learning rate of 0 an update computes everything and changes nothing but the optimisers' states, which are forgotten.
     trainer.optimizers.set_factor(0.0)
     seconds = []
-    for step in chosen:
-        begun = time.monotonic()
-        trainer.accumulate(step, answers, 0)
-        trainer.apply_gradient()
-        seconds.append(time.monotonic() - begun)
+    with closing(trainer.feeder.stream([packed for step in chosen for packed in step.mine])) as answers:
+        for step in chosen:
+            begun = time.monotonic()
+            if trainer.stepper.accumulate(step, answers).trained:
+                trainer.stepper.apply_gradient()
+            seconds.append(time.monotonic() - begun)
     trainer.optimizers.forget()
     trainer.metrics.clear()
     return sorted(seconds[WARMUP:])[TIMED // 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,8 +26,9 @@ from speculators.errors import ConfigError
 from speculators.layout import BlockLayout, DraftLayout
 from speculators.train.config.model import TrainConfig
 from speculators.train.families import family_of
+from speculators.train.replay import held_steps, use_order
 
-__all__ = ["Recipe", "StepPlanner", "add_noise", "plan_validation"]
+__all__ = ["PlannedStep", "Recipe", "StepPlanner", "add_noise", "plan_validation"]
 
 #: First word of the random stream of noise; see :mod:`speculators.data.packing`.
 NOISE_STREAM = 0x401E
@@ -36,7 +38,10 @@ SHORT_STREAM = 0x5407
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How rows become batches; a batch is a pure function of it, the epoch and the packed row."""
+    """How rows become batches; a batch is a pure function of it, the draw and the packed row.
+
+    A draw numbers the uses of a row through all epochs: epoch * k + use, where every row is used k times in an epoch.
+    """
 
     dataset: RowDataset
     seq_len: int
@@ -76,23 +81,26 @@ class Recipe:
             drop,
         )
 
-    def batch(self, packed: PackedRow, epoch: int) -> PackedBatch:
-        """The packed row with this epoch's anchors, without verifier states.
+    def batch(self, packed: PackedRow, draw: int, left_out: Collection[int] = ()) -> PackedBatch:
+        """The packed row with this draw's anchors, without verifier states.
 
         A packed row of short blocks has as many anchors more as its blocks have slots less: the same arithmetic.
+
+        :param left_out: rows of it to do without, as they have no states.
         """
-        if not self._trains_short(packed, epoch):
-            batch = self.whole_blocks(packed, epoch)
-            return batch if self.drop is None else drop_depths(batch, self.drop, self.seed, epoch)
+        there = tuple(row_id for row_id in packed if row_id not in left_out)
+        if not self._trains_short(packed, draw):
+            batch = self.whole_blocks(there, draw)
+            return batch if self.drop is None else drop_depths(batch, self.drop, self.seed, draw)
         assert self.short is not None
         max_anchors = self.max_anchors * self.layout.block_size // self.short.block_size
-        return self._build(packed, epoch, max_anchors, self.short)
+        return self._build(there, draw, max_anchors, self.short)
 
-    def whole_blocks(self, packed: PackedRow, epoch: int) -> PackedBatch:
+    def whole_blocks(self, packed: PackedRow, draw: int) -> PackedBatch:
         """The packed row with whole blocks only, as validation measures them."""
-        return self._build(packed, epoch, self.max_anchors, self.layout)
+        return self._build(packed, draw, self.max_anchors, self.layout)
 
-    def _build(self, packed: PackedRow, epoch: int, max_anchors: int, layout: DraftLayout) -> PackedBatch:
+    def _build(self, packed: PackedRow, draw: int, max_anchors: int, layout: DraftLayout) -> PackedBatch:
         depths = layout.max_draft_tokens
         return build_batch(
             self.dataset,
@@ -101,37 +109,80 @@ class Recipe:
             max_anchors,
             self.per,
             self.seed,
-            epoch,
+            draw,
             depths,
             first_anchor=layout.first_anchor,
         )
 
-    def _trains_short(self, packed: PackedRow, epoch: int) -> bool:
+    def _trains_short(self, packed: PackedRow, draw: int) -> bool:
         if self.short is None or not packed:
             return False
-        return bool(np.random.default_rng([SHORT_STREAM, self.seed, epoch, packed[0]]).random() < self.short_share)
+        return bool(np.random.default_rng([SHORT_STREAM, self.seed, draw, packed[0]]).random() < self.short_share)
 
     def rows(self, packed: PackedRow) -> list[Row]:
         """What a hidden-states source is asked for."""
         return batch_rows(self.dataset, packed, self.seq_len)
 
 
-class StepPlanner:
-    """The job's optimiser steps, dealt to one of its processes. The steps do not depend on how many processes there are."""
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """One optimiser step."""
 
-    def __init__(self, recipe: Recipe, row_ids: np.ndarray, rows_per_step: int, world_size: int = 1, rank: int = 0) -> None:
-        """:param rows_per_step: packed rows per optimiser step, of all processes together."""
+    index: int  #: which of the epoch's different steps
+    use: int  #: the how-manieth use of its rows in the epoch, from 0 on
+    draw: int  #: of anchors, noise and short blocks
+    mine: list[PackedRow]  #: this process's packed rows; ``()`` is an empty slot
+    row_ids: tuple[int, ...]  #: of all processes
+
+
+class StepPlanner:
+    """The job's optimiser steps, dealt to one of its processes. The steps do not depend on how many processes there are.
+
+    Every step is run ``replay`` times in an epoch with anchors drawn anew; see :func:`~speculators.train.replay.use_order`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        row_ids: np.ndarray,
+        rows_per_step: int,
+        world_size: int = 1,
+        rank: int = 0,
+        *,
+        replay: int = 1,
+        window: int = 1,
+    ) -> None:
+        """:param rows_per_step: packed rows per optimiser step, of all processes together.
+        :param replay: k, uses of a step in an epoch; ``window``: different steps that are run k times before the next ones.
+        """
         self.recipe = recipe
         self.row_ids = row_ids
         self.rows_per_step = rows_per_step
         self.world_size = world_size
         self.rank = rank
-        self.steps_per_epoch = len(self._steps(0))
+        self.replay = replay
+        self._order = use_order(len(self._steps(0)), replay, window)
+        self.steps_per_epoch = len(self._order)
 
-    def micro_batches(self, epoch: int, start: int = 0) -> list[list[PackedRow]]:
-        """This process's packed rows of every step of ``epoch`` from ``start`` on; ``()`` is an empty slot."""
-        steps = self._steps(epoch)[start:]
-        return [deal(step, self.rank, self.world_size, self.rows_per_step) for step in steps]
+    def steps(self, epoch: int, start: int = 0) -> list[PlannedStep]:
+        """The steps of ``epoch`` from its ``start``-th on."""
+        steps = self._steps(epoch)
+        return [
+            PlannedStep(
+                index,
+                use,
+                epoch * self.replay + use,
+                deal(steps[index], self.rank, self.world_size, self.rows_per_step),
+                tuple(row_id for packed in steps[index] for row_id in packed),
+            )
+            for index, use in self._order[start:]
+        ]
+
+    def held_rows(self, epoch: int, done: int) -> tuple[int, ...]:
+        """Row ids whose states were used within the first ``done`` steps of ``epoch`` and will be again."""
+        held = held_steps(self._order, done)
+        steps = self._steps(epoch) if held else []
+        return tuple(sorted(row_id for index in held for packed in steps[index] for row_id in packed))
 
     def _steps(self, epoch: int) -> list[list[PackedRow]]:
         packed = plan_epoch(self.recipe.dataset.lengths, self.recipe.seq_len, self.recipe.seed, epoch, self.row_ids)
@@ -144,14 +195,14 @@ def plan_validation(recipe: Recipe, row_ids: np.ndarray, world_size: int = 1, ra
     return deal(packed, rank, world_size)
 
 
-def add_noise(batch: PackedBatch, std: float, seed: int, epoch: int) -> PackedBatch:
-    """Uniform noise in [-std, std] on the captured states, a pure function of (seed, epoch, row id)."""
+def add_noise(batch: PackedBatch, std: float, seed: int, draw: int) -> PackedBatch:
+    """Uniform noise in [-std, std] on the captured states, a pure function of (seed, draw, row id)."""
     if std == 0.0 or batch.features is None or not batch.row_ids:
         return batch
     features = batch.features.clone()
     for document, row_id in enumerate(batch.row_ids):
         place = batch.document_ids == document
         shape = (int(place.sum()), *features.shape[1:])
-        draws = np.random.default_rng([NOISE_STREAM, seed, epoch, row_id]).uniform(-std, std, shape)
+        draws = np.random.default_rng([NOISE_STREAM, seed, draw, row_id]).uniform(-std, std, shape)
         features[place] += torch.from_numpy(draws).to(features.dtype)
     return replace(batch, features=features)

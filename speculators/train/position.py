@@ -34,17 +34,23 @@ class Position:
     best_loss: float | None = None  #: lowest validation loss
     best_number: int | None = None  #: checkpoint of that loss
     saved: tuple[int, ...] = ()  #: checkpoints this run wrote
+    #: rows whose states were used and will be used again: a resumed run asks for them once more
+    replayed: tuple[int, ...] = ()
     #: metric sums of the steps since the last log, so that a resumed run logs what an undisturbed one does
     pending: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"saved": list(self.saved)}
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "saved": list(self.saved),
+            "replayed": list(self.replayed),
+        }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Position:
-        values = {name: record[name] for name in cls.__slots__}
-        return cls(**{**values, "saved": tuple(record["saved"])})
+        values = {"replayed": [], **record}  # checkpoints of earlier versions have no replay
+        values = {name: values[name] for name in cls.__slots__}
+        return cls(**{**values, "saved": tuple(record["saved"]), "replayed": tuple(values["replayed"])})
 
 
 def capture_state(model: nn.Module, optimizers: Optimizers, keep: bool = True) -> CapturedState:

@@ -31,7 +31,7 @@ def predicted_acceptance(trainer: Trainer) -> dict[str, float]:
     recipe, feeder, accelerator = trainer.planner.recipe, trainer.feeder, trainer.accelerator
     answers = recipe.dataset.manifest.answers
     # Sharded layers gather their weights together, and processes replay different numbers of blocks.
-    if answers is None or not answers.on_policy or any(is_sharded(weight) for weight in trainer.trainable):
+    if answers is None or not answers.on_policy or any(is_sharded(weight) for weight in trainer.stepper.trainable):
         return {}
     ids = [row_id for packed in trainer.validation_rows for row_id in packed]
     whole = [int(row_id) for row_id in ids if recipe.dataset.lengths[row_id] <= recipe.seq_len]

@@ -57,7 +57,7 @@ class TrainingFolder:
         names = [
             entry.name
             for entry in self.path.iterdir()
-            if entry.name in (_RUN, _IDENTITY, "train_command.txt", "metrics.jsonl")
+            if entry.name in (_RUN, _IDENTITY, "train_command.txt", "metrics.jsonl", "account.jsonl")
             or entry.name.isdigit()
             or entry.is_symlink()
         ]

@@ -5,38 +5,37 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
-from speculators.batch import PackedBatch
-from speculators.data import PackedRow, RowDataset
-from speculators.losses import batch_denominators
+from speculators.data import RowDataset
+from speculators.errors import SpeculatorsError
 from speculators.progress import Bar, bar
+from speculators.train.account import Account
 from speculators.train.budget import step_budget
 from speculators.train.config.artifacts import command_record
 from speculators.train.config.model import TrainConfig
 from speculators.train.distributed import StopSignals, main_first
-from speculators.train.drafts import build_loss_config
-from speculators.train.feeder import Feeder
-from speculators.train.implementations import attention_impl, loss_impl
-from speculators.train.metrics import MetricSums, check_finite, flatten_record, loss_names
+from speculators.train.feeder import Answers, Feeder
+from speculators.train.flow import FlowReport, FlowView
+from speculators.train.metrics import MetricSums, check_finite, flatten_record
 from speculators.train.optimizers import build_optimizers
-from speculators.train.planning import Recipe, StepPlanner, plan_validation
+from speculators.train.planning import PlannedStep, Recipe, StepPlanner, plan_validation
 from speculators.train.position import CapturedState, Position, capture_state, captured_weights, restore_state
 from speculators.train.precision import Precision
 from speculators.train.prediction import predicted_acceptance
 from speculators.train.results import OnStep, StepInfo, StopReason, TrainResult
 from speculators.train.run_folder import MetricsFile, TrainingFolder
 from speculators.train.schedules import build_schedule
-from speculators.train.sharding import average_gradients, clip_gradients, release, spread
-from speculators.train.validation import validation_sums
-from speculators.verifiers.source import HiddenStates, HiddenStateSource
+from speculators.train.sharding import release, spread
+from speculators.train.stepping import StepOutcome, Stepper
+from speculators.verifiers.source import HiddenStateSource
 
 __all__ = ["Trainer"]
 
@@ -84,13 +83,12 @@ class Trainer:
         self.on_step = on_step
         self.eos_ids = eos_ids
         self._shown = progress and accelerator.is_main_process
-        self._autocast = precision.autocast
-        self.loss_config = build_loss_config(config)
-        self._impl, self._attn_impl = loss_impl(config), attention_impl(config)
 
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
         recipe = Recipe.from_config(config, dataset, model.layout)
-        self.planner = StepPlanner(recipe, train_ids, world * config.trainer.gradient_accumulation_steps, world, rank)
+        rows_per_step = world * config.trainer.gradient_accumulation_steps
+        replay, window = config.data.replay, config.data.replay_window
+        self.planner = StepPlanner(recipe, train_ids, rows_per_step, world, rank, replay=replay, window=window)
         self.validation_rows = plan_validation(recipe, val_ids, world, rank) if len(val_ids) else []
         hidden_size = model.config.transformer_layer_config.hidden_size
         shape = (len(model.target_layer_ids), hidden_size)
@@ -100,15 +98,28 @@ class Trainer:
         self.draft.gradient_checkpointing = config.trainer.gradient_checkpointing
         self.teacher = teacher.to(device)
         # Before anything takes hold of the parameters, which sharding replaces.
-        self._wrapped = spread(self.draft, accelerator, config.trainer.fsdp_shard)
-        self.trainable = [parameter for parameter in self.draft.parameters() if parameter.requires_grad]
+        wrapped = spread(self.draft, accelerator, config.trainer.fsdp_shard)
         self.optimizers = build_optimizers(self.draft, config, bf16=precision.native_bf16)
-        self._filler = self.feeder.filler(self.draft.layout.block_size)
+        self.stepper = Stepper(
+            config,
+            draft=self.draft,
+            wrapped=wrapped,
+            teacher=self.teacher,
+            recipe=recipe,
+            feeder=self.feeder,
+            optimizers=self.optimizers,
+            accelerator=accelerator,
+            precision=precision,
+            wants_stop=self._wants_stop,
+        )
+        self.metrics = self.stepper.metrics
 
         self.position = Position()
         self._earlier = 0.0
-        self.metrics = MetricSums(device)
         self.metrics_file = MetricsFile(folder.path / "metrics.jsonl")
+        self.account = Account(folder.path, replay, window)
+        self.flow, self.view = FlowReport(self.feeder, accelerator, config.data.hidden_states), FlowView()
+        self._logged = (0, time.monotonic())  # step and time of the last log
         self.signals = StopSignals()
         self.result = TrainResult("finished", 0, 0)
         self._last_saved = -1
@@ -122,7 +133,9 @@ class Trainer:
         with self.signals.installed():
             total = self.result.total_steps = self._total_steps()
             self.schedule = build_schedule(self.config.scheduler, total)
-            with bar("Training", total, shown=self._shown) as steps:
+            self._logged = (self.position.global_step, time.monotonic())
+            self.feeder.meter.take()  # what came before was not training
+            with bar("Training", total, shown=self._shown, below=self.view) as steps:
                 steps.update(self.position.global_step)
                 self.result.reason = self._epochs(total, steps)
         self.result.signal = self.signals.received
@@ -135,7 +148,7 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of the other processes, together: a group that is torn down at different times can hang."""
-        del self._wrapped
+        del self.stepper
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
 
@@ -165,106 +178,61 @@ class Trainer:
     def _epoch(self, total: int, steps: Bar) -> StopReason:
         """The rest of the current epoch; "finished" when it ended or ``total`` is reached."""
         position, trainer, per_epoch = self.position, self.config.trainer, self.planner.steps_per_epoch
-        plan = self.planner.micro_batches(position.epoch, position.local_step)[: total - position.global_step]
-        answers = self.feeder.stream([packed for step in plan for packed in step])
+        plan = self.planner.steps(position.epoch, position.local_step)[: total - position.global_step]
         every = max(1, round(trainer.checkpoint_freq * per_epoch)) if trainer.checkpoint_freq < 1 else None
-        for step in plan:
-            reason = self._step(step, answers, steps)
-            if reason is not None:
-                return reason
-            within = position.local_step < per_epoch and position.global_step < total
-            by_steps = trainer.checkpoint_steps is not None and position.global_step % trainer.checkpoint_steps == 0
-            if within and (by_steps or (every is not None and position.local_step % every == 0)):
-                self._save({})
+        with closing(self.feeder.stream([packed for step in plan for packed in step.mine])) as answers:
+            for step in plan:
+                reason = self._step(step, answers, steps)
+                if reason is not None:
+                    return reason
+                within = position.local_step < per_epoch and position.global_step < total
+                by_steps = trainer.checkpoint_steps is not None and position.global_step % trainer.checkpoint_steps == 0
+                if within and (by_steps or (every is not None and position.local_step % every == 0)):
+                    self._save({})
         return "finished"
 
-    def _step(self, step: Sequence[PackedRow], answers: Iterator[list[HiddenStates]], steps: Bar) -> StopReason | None:
+    def _step(self, step: PlannedStep, answers: Answers, steps: Bar) -> StopReason | None:
         """One optimiser step; a reason when the run must stop after it."""
         begun, position = time.monotonic(), self.position
         rates = self.optimizers.set_factor(self.schedule.factor(position.global_step))
-        batches, waited, stop = self.accumulate(step, answers, position.epoch)
-        self.apply_gradient()
+        outcome = self.stepper.accumulate(step, answers)
+        if outcome.trained:
+            self.stepper.apply_gradient()
         position.global_step += 1
         position.local_step += 1
+        self._account(step, outcome)
         if position.global_step % self.config.trainer.log_freq == 0 or position.global_step == self.result.total_steps:
-            tokens = sum(batch.num_tokens for batch in batches)
-            self._log(rates, time.monotonic() - begun, waited, tokens, steps)
+            self._log(rates, time.monotonic() - begun, outcome, steps)
         # Behind the last step nothing is left but its validation, which is done in any case.
-        if stop and position.global_step < self.result.total_steps:
+        if outcome.stop and position.global_step < self.result.total_steps:
             return "interrupted" if self.signals.received is not None else "time limit"
         return None
 
-    def accumulate(
-        self, step: Sequence[PackedRow], answers: Iterator[list[HiddenStates]], epoch: int
-    ) -> tuple[list[PackedBatch], float, bool]:
-        """Add up one optimiser step's gradient.
-
-        :returns: the batches, the seconds spent waiting for states, and whether some process wants to stop.
-        """
-        batches = [self.planner.recipe.batch(packed, epoch) for packed in step]
-        denominators, stop = self._agree(batches)
-        waited = 0.0
-        for index, batch in enumerate(batches):
-            if not batch.row_ids and self.accelerator.num_processes == 1:
-                continue
-            begun = time.monotonic()
-            ready = self.feeder.attach(batch, answers, epoch)
-            waited += time.monotonic() - begun
-            self._forward_backward(ready, denominators, last=index == len(batches) - 1)
-        return batches, waited, stop
-
-    def apply_gradient(self) -> None:
-        """Clip, update, forget the gradient."""
-        norm = clip_gradients(self.trainable, self.config.trainer.max_grad_norm)
-        # The same number on every process; the sums' reduction divides it out again.
-        self.metrics.add({"grad_norm": (norm.detach(), 1)})
-        self.optimizers.step()
-        self.optimizers.zero_grad()
-
-    def _forward_backward(self, batch: PackedBatch, denominators: dict[str, float], *, last: bool) -> None:
-        """Add one micro-batch's gradient; processes exchange gradients with the last one only."""
-        # Every process must bring a gradient of every weight, if only zero: one without anchors takes a made-up row times 0.
-        silent = not batch.anchors.numel()
-        with average_gradients(self._wrapped, self.accelerator, now=last):
-            with self._autocasting():
-                output = self._wrapped(
-                    self._filler if silent else batch,
-                    teacher=self.teacher,
-                    loss_config=self.loss_config,
-                    denominators=denominators,
-                    impl=self._impl,
-                    attn_impl=self._attn_impl,
-                )
-            # Gradients are averaged over processes; the denominators are of all of them already.
-            loss = output.loss * (0.0 if silent else self.accelerator.num_processes)
-            loss.backward()
-        sums = dict.fromkeys(output.sums, (0.0, 0.0)) if silent else output.sums
-        self.metrics.add(loss_names(sums, self.loss_config))
-        # Short blocks have fewer depths, and every process must hold the same names.
-        self.metrics.add({f"position_{depth + 1}_accuracy": (0, 0) for depth in range(self.draft.layout.max_draft_tokens)})
-        self.metrics.add({"anchor_coverage": (batch.covered, batch.supervised)})
-
-    def _autocasting(self) -> torch.autocast:
-        enabled = self._autocast is not None
-        return torch.autocast(self.accelerator.device.type, dtype=self._autocast or torch.bfloat16, enabled=enabled)
-
-    def _agree(self, batches: Sequence[PackedBatch]) -> tuple[dict[str, float], bool]:
-        """The step's denominators over all processes, and whether any of them wants to stop after it."""
-        totals: dict[str, float] = {}
-        for batch in batches:
-            depths = batch.num_depths or self.draft.layout.max_draft_tokens
-            found = batch_denominators(batch, depths, self.draft.verifier_to_draft, self.loss_config)
-            for name, value in found.items():
-                totals[name] = totals.get(name, 0.0) + value
+    def _wants_stop(self) -> bool:
         limit = self.config.trainer.time_limit_minutes
-        stop = self.signals.received is not None or (limit is not None and self.seconds() > 60 * limit)
-        if self.accelerator.num_processes == 1:
-            return totals, stop
-        names = sorted(totals)
-        vector = torch.tensor([*(totals[name] for name in names), float(stop)], dtype=torch.float64)
-        summed: Tensor = self.accelerator.reduce(vector.to(self.accelerator.device), reduction="sum")
-        *values, stops = summed.tolist()
-        return dict(zip(names, values)), stops > 0
+        return self.signals.received is not None or (limit is not None and self.seconds() > 60 * limit)
+
+    def _account(self, step: PlannedStep, outcome: StepOutcome) -> None:
+        position = self.position
+        self.flow.left_out(len(outcome.left_out))
+        if not self.accelerator.is_main_process:
+            return
+        self.account.append(
+            global_step=position.global_step,
+            epoch=position.epoch,
+            step=step.index,
+            use=step.use,
+            rows=step.row_ids,
+            left_out=outcome.left_out,
+        )
+        if outcome.left_out:
+            some = "all" if not outcome.trained else f"{len(outcome.left_out)} of {len(step.row_ids)}"
+            logger.warning(
+                "step %d went without %s rows, whose states the source did not have: %s",
+                position.global_step,
+                some,
+                ", ".join(map(str, sorted(outcome.left_out)[:10])) + (", ..." if len(outcome.left_out) > 10 else ""),
+            )
 
     # -- validation and logging --------------------------------------------------------------------------------------------
 
@@ -273,18 +241,15 @@ class Trainer:
         if not self.validation_rows:
             return {}
         self.draft.eval()
-        sums, answers = MetricSums(self.accelerator.device), self.feeder.stream(self.validation_rows)
-        how: Any = {"impl": self._impl, "attn_impl": self._attn_impl}
-        measure = partial(validation_sums, self.draft, teacher=self.teacher, config=self.loss_config, **how)
-        with bar("Validation", len(self.validation_rows), shown=self._shown and record, passing=True) as done:
+        sums = MetricSums(self.accelerator.device)
+        with (
+            closing(self.feeder.stream(self.validation_rows)) as answers,
+            bar("Validation", len(self.validation_rows), shown=self._shown and record, passing=True) as done,
+        ):
             for index, packed in enumerate(self.validation_rows):
-                # The same anchors every time, so that epochs can be compared.
-                batch = self.feeder.attach(self.planner.recipe.whole_blocks(packed, 0), answers)
-                with self._autocasting():
-                    found = self.draft.with_weights(partial(measure, batch))
-                sums.add(loss_names(found, self.loss_config))
+                sums.add(self.stepper.measure(packed, answers))
                 done.update(index + 1)
-        release(self._wrapped)
+        release(self.stepper.wrapped)
         means = MetricSums.means(sums.reduced(self.accelerator))
         if predict:
             means |= predicted_acceptance(self)
@@ -301,20 +266,23 @@ class Trainer:
         self.position.best_loss = loss
         return True
 
-    def _log(self, rates: dict[str, float], seconds: float, waited: float, tokens: int, steps: Bar) -> None:
+    def _log(self, rates: dict[str, float], seconds: float, outcome: StepOutcome, steps: Bar) -> None:
         position = self.position
         means = MetricSums.means(check_finite(self.metrics.reduced(self.accelerator), position.global_step))
         self.result.metrics = means
         profile = {
             "step_ms": 1000 * seconds,
-            "fetch_ms": 1000 * waited,
-            "fetch_frac": waited / seconds,
-            "tokens_per_s": tokens * self.accelerator.num_processes / seconds,
+            "fetch_ms": 1000 * outcome.waited,
+            "fetch_frac": outcome.waited / seconds,
+            "tokens_per_s": outcome.tokens * self.accelerator.num_processes / seconds,
         }
+        source = self.flow.record()
         rate = next(iter(rates.values())) if len(rates) == 1 else rates
-        self._write(
-            {"train": means, "profile": profile, "epoch": position.epoch, "lr": rate, "global_step": position.global_step}
-        )
+        place = {"epoch": position.epoch, "lr": rate, "global_step": position.global_step}
+        self._write({"train": means, "profile": profile, "source": source, **place})
+        (before, then), now = self._logged, time.monotonic()
+        self.view.update(means.get("loss"), (position.global_step - before) / max(now - then, 1e-9), source)
+        self._logged = (position.global_step, now)
         steps.update(position.global_step, f"loss {means['loss']:.4f}" if "loss" in means else "")
         if self.on_step is not None and self.accelerator.is_main_process:
             total = self.result.total_steps
@@ -341,6 +309,7 @@ class Trainer:
         """Write a checkpoint on the main process; the others wait."""
         position = self.position
         label = label or f"epoch{position.epoch}_step{position.local_step}"
+        position.replayed = self._held_rows()
         position.pending = check_finite(self.metrics.reduced(self.accelerator), position.global_step)
         self._restore_pending()
         # Gathered by all, for the main process.
@@ -374,6 +343,10 @@ class Trainer:
             store.prune(keep={number, *([] if best is None else [best])}, mine=set(self.position.saved))
         return number, best
 
+    def _held_rows(self) -> tuple[int, ...]:
+        """Rows whose states a run that stands here keeps for another use."""
+        return self.planner.held_rows(self.position.epoch, self.position.local_step) if self.feeder.replay is not None else ()
+
     def _restore_pending(self) -> None:
         pending = self.position.pending
         self.metrics.restore(pending if self.accelerator.is_main_process else dict.fromkeys(pending, (0.0, 0.0)))
@@ -385,6 +358,11 @@ class Trainer:
         if latest is not None:
             restore_state(latest, self.draft, self.optimizers)
             self.position = Position.from_record(latest.state)
+            if self.position.replayed != self._held_rows():
+                raise SpeculatorsError(
+                    f"{latest.path} keeps states of other rows for another use than this run would; go on with the version "
+                    "that wrote it, or train in another --save-path"
+                )
             if self.accelerator.is_main_process:
                 self.folder.checkpoints.restore_best(self.position.best_number)
             self._earlier = self.position.seconds
@@ -392,6 +370,7 @@ class Trainer:
             self.result.resumed_from, self._last_saved = latest.path, self.position.global_step
         if self.accelerator.is_main_process:
             self.metrics_file.rewind(self.position.global_step)
+            self.account.rewind(self.position.global_step)
             for record in self.metrics_file.records():
                 self.result.metrics = record.get("train", self.result.metrics)
                 self.result.validation = record.get("val", self.result.validation)

@@ -10,7 +10,7 @@ from torch import Tensor
 from speculators.batch import PackedBatch
 from speculators.losses import BlockTargets, LossConfig, block_loss, gather_block_targets, loss_denominators
 
-__all__ = ["full_vocabulary_sums", "validation_sums"]
+__all__ = ["Sums", "full_vocabulary_sums", "validation_sums"]
 
 #: Blocks whose whole-vocabulary distributions are in memory at once.
 CHUNK = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from speculators.data.rows import Row
@@ -147,7 +147,7 @@ def prefetch(
     max_bytes: float = float("inf"),
     workers: int = 1,
     meter: FlowMeter | None = None,
-) -> Iterator[list[HiddenStates]]:
+) -> Generator[list[HiddenStates], None, None]:
     """Answers to ``requests``, in their order, computed ahead in threads.
 
     However many requests are under way, and whichever is done first, answers come in the order of the plan. An exception of
@@ -175,7 +175,7 @@ def prefetch(
 
 def fetch_in_turn(
     source: HiddenStateSource, requests: Iterable[Sequence[Row]], meter: FlowMeter | None = None
-) -> Iterator[list[HiddenStates]]:
+) -> Generator[list[HiddenStates], None, None]:
     """The same answers without a thread, each computed when it is asked for."""
     meter = meter or FlowMeter()
     for rows in requests:

@@ -123,6 +123,7 @@ class CachedSource:
         self._source = source
         self._dataset = dataset
         self._cache: dict[int, HiddenStates] = {}
+        self._asked: set[int] = set()  # groups; a row of theirs that is not in the cache was left out by the source
         self._lock = threading.Lock()
         lengths = getattr(dataset, "lengths", None)
         lengths = [len(row) for row in dataset] if lengths is None else [int(length) for length in lengths]
@@ -140,6 +141,11 @@ class CachedSource:
     def description(self) -> StatesDescription:
         return self._source.description
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a row may be asked for again at no price, so that nobody else need keep its states."""
+        return self.caching or bool(getattr(self._source, "keeps_states", False))
+
     def fetch(self, rows: Sequence[Row]) -> list[HiddenStates]:
         """See :meth:`HiddenStateSource.fetch`. A row may be a prefix of the data set's row.
 
@@ -151,14 +157,16 @@ class CachedSource:
             if not self._holds(row):
                 raise DataError(f"row {row.row_id} is not the one of the data set whose states are cached; pass its own rows")
         with self._lock:  # the prefetching thread and validation may ask at once
-            for index in sorted({self._group_of[row.row_id] for row in rows if row.row_id not in self._cache}):
+            for index in sorted({self._group_of[row.row_id] for row in rows} - self._asked):
                 group = [self._dataset[row_id] for row_id in self._groups[index]]
                 self._cache.update((states.row_id, states) for states in self._source.fetch(group))
-            return [self._cache[row.row_id].first(len(row)) for row in rows]
+                self._asked.add(index)
+            return [self._cache[row.row_id].first(len(row)) for row in rows if row.row_id in self._cache]
 
     def _holds(self, row: Row) -> bool:
         return row.row_id in self._group_of and len(row) <= len(self._dataset[row.row_id])
 
     def close(self) -> None:
         self._cache.clear()
+        self._asked.clear()
         self._source.close()

@@ -5,16 +5,17 @@ import signal
 import sys
 
 from speculators.__main__ import main
-from speculators.train.trainer import Trainer
+from speculators.train.stepping import Stepper
+
+updated, steps = Stepper.apply_gradient, []
 
 
-def dying(trainer: Trainer) -> None:
-    if trainer.position.global_step == 20:
+def dying(stepper: Stepper) -> None:
+    if len(steps) == 20:
         os.kill(os.getpid(), signal.SIGKILL)
-    updated(trainer)
+    steps.append(updated(stepper))
 
 
-updated = Trainer.apply_gradient
 if os.environ["RANK"] == sys.argv[1]:
-    Trainer.apply_gradient = dying  # type: ignore[method-assign]
+    Stepper.apply_gradient = dying  # type: ignore[method-assign]
 sys.exit(main(["train", *sys.argv[2:]]))

@@ -143,7 +143,9 @@ class DataSettings(Group):
         "bfloat16", "Type of the hidden states and of autocast; float32 where the hardware has no bfloat16."
     )
     noise_std: float = setting(0.0, "Half-width of uniform noise on the captured states while training.", own=True, ge=0.0)
-    num_workers: int = setting(12, "0 turns prefetching off; one thread prefetches at any other number.", ge=0, cosmetic=True)
+    num_workers: int = setting(
+        12, "Most requests for states under way at once, if their source takes so many; 0: none ahead.", ge=0, cosmetic=True
+    )
     prefetch_factor: int = setting(4, "Packed rows whose states are made ahead of the draft.", ge=1, cosmetic=True)
     max_anchors: int = setting(
         512, "Anchors drawn per packed row or document; eagle3 and mtp train from every token unless given.", ge=1
@@ -156,6 +158,11 @@ class DataSettings(Group):
         0.5, "Share of the packed rows to train on short blocks.", families=_BLOCKS, own=True, ge=0.0, le=1.0
     )
     states_cache_gib: float = setting(4.0, "Keep all hidden states in memory if they fit in this many GiB.", own=True, ge=0.0)
+    replay: int = setting(1, "Optimiser steps of an epoch that use a captured row, each with fresh anchors.", own=True, ge=1)
+    replay_window: int = setting(16, "Optimiser steps whose states are kept for --replay.", own=True, ge=1)
+    in_flight_gib: float = setting(
+        4.0, "Most GiB of states asked for and not yet used, per process.", own=True, cosmetic=True, gt=0.0
+    )
     capture_batch_tokens: int = setting(4096, "Tokens per verifier batch while capturing.", own=True, ge=1)
 
 

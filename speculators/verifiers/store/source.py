@@ -85,6 +85,11 @@ class StoreSource:
     def description(self) -> StatesDescription:
         return self.store.record.states
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a row may be asked for again at the price of reading it."""
+        return self._keep or self._on_missing != "generate"
+
     def fetch(self, rows: Sequence[Row]) -> list[HiddenStates]:
         """See :meth:`speculators.verifiers.source.HiddenStateSource.fetch`. A row may be a prefix of the stored one.
 
