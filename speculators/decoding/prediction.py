@@ -131,7 +131,9 @@ def predict_acceptance(
     limit = answers.max_new_tokens if answers is not None else None
     total = AcceptancePrediction()
     for part in _parts(rows, ROWS_PER_FETCH):
-        for row, states in zip(part, source.fetch(part), strict=True):
+        answered = {states.row_id: states for states in source.fetch(part)}
+        # A source may leave out rows; the prediction is then that of the others.
+        for row, states in ((row, answered[row.row_id]) for row in part if row.row_id in answered):
             final = states.final.to(device=device, dtype=dtype)
             if source.description.final_state == "pre_norm":
                 final = cast(Any, teacher).normalize(final)

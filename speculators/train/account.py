@@ -81,13 +81,15 @@ def check_account(path: Path, planned: Collection[int], *, replay: int = 1) -> A
         if head["replay"] != replay:
             found.faults.append(f"the run used rows {head['replay']} times, not {replay}")
         _check_order(steps, found)
-        for epoch in sorted({int(step["epoch"]) for step in steps}):
-            _check_epoch(epoch, [step for step in steps if step["epoch"] == epoch], set(planned), replay, found)
-        last = int(steps[-1]["epoch"]) if steps else 0
+        last = max((int(step["epoch"]) for step in steps), default=0)
+        for epoch in range(last + 1 if steps else 0):
+            mine = [step for step in steps if step["epoch"] == epoch]
+            complete = _check_epoch(epoch, mine, set(planned), replay, found)
+            found.epochs += complete
+            if not complete and epoch < last:
+                found.faults.append(f"epoch {epoch} is over and did not use every row")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is not an account of optimiser steps ({error}); was it written by a training?") from error
-    if found.epochs < last:
-        found.faults.append(f"{last - found.epochs} of the {last} epochs before the last are not complete")
     return found
 
 
@@ -101,7 +103,8 @@ def _check_order(steps: list[dict[str, Any]], found: AccountCheck) -> None:
         found.faults.append("epochs are out of order")
 
 
-def _check_epoch(epoch: int, steps: list[dict[str, Any]], planned: set[int], replay: int, found: AccountCheck) -> None:
+def _check_epoch(epoch: int, steps: list[dict[str, Any]], planned: set[int], replay: int, found: AccountCheck) -> bool:
+    """Whether the epoch is complete; faults go to ``found``."""
     uses: Counter[tuple[int, int]] = Counter()  # of (row, use)
     for step in steps:
         rows, left_out = step["rows"], step["left_out"]
@@ -115,8 +118,7 @@ def _check_epoch(epoch: int, steps: list[dict[str, Any]], planned: set[int], rep
             found.faults.append(f"epoch {epoch} used row {row} {times} times as its use {use}")
         if row not in planned or not 0 <= use < replay:
             found.faults.append(f"epoch {epoch} used row {row} as use {use}, which nobody planned")
-    if len(uses) == len(planned) * replay:
-        found.epochs += 1
+    return len(uses) == len(planned) * replay
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
