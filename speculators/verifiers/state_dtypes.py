@@ -52,12 +52,14 @@ def encode(states: Tensor, dtype: str) -> dict[str, Tensor]:
     :raises ConfigError: for an unknown ``dtype``.
     """
     wanted = torch_dtype(dtype)
-    if not bool(torch.isfinite(states).all()):
-        raise DataError("a hidden state is not finite; the verifier overflowed, run it in float32 or bfloat16")
+    if not states.numel():
+        scales = {SCALES: torch.ones(states.shape[0], 1, 1)} if dtype == "fp8" else {}
+        return {STATES: states.to(wanted), **scales}
     if dtype == "fp8":
-        return _encode_fp8(states)
+        return _encode_fp8(states.float())
     stored = states.to(wanted).contiguous()
-    if wanted != states.dtype and not bool(torch.isfinite(stored).all()):
+    if not _finite(stored):
+        _require_finite(states)
         largest = float(states.abs().max())
         raise DataError(
             f"a hidden state of {largest:.6g} is out of the range of {dtype}; store them as bfloat16, fp8 or float32"
@@ -65,11 +67,20 @@ def encode(states: Tensor, dtype: str) -> dict[str, Tensor]:
     return {STATES: stored}
 
 
-def _encode_fp8(states: Tensor) -> dict[str, Tensor]:
-    values = states.float()
-    if not values.numel():
-        return {STATES: values.to(torch.float8_e4m3fn), SCALES: torch.ones(values.shape[0], 1, 1)}
-    largest = values.abs().amax(dim=(1, 2), keepdim=True)
+def _finite(values: Tensor) -> bool:
+    """Whether all are; by the extremes, which is ten times as fast as asking each and as true: they keep a NaN."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
+
+
+def _require_finite(states: Tensor) -> None:
+    if not _finite(states):
+        raise DataError("a hidden state is not finite; the verifier overflowed, run it in float32 or bfloat16")
+
+
+def _encode_fp8(values: Tensor) -> dict[str, Tensor]:
+    lowest, highest = torch.aminmax(values.reshape(len(values), -1), dim=1)
+    largest = torch.maximum(-lowest, highest).view(-1, 1, 1)
+    _require_finite(largest)
     # A token of zeros has any scale; a scale below the normal numbers would lose the precision of its own digits.
     scales = (largest / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
     scales = torch.where(largest == 0, torch.ones_like(scales), scales)
@@ -93,4 +104,19 @@ def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         raise DataError(f"8-bit hidden states need float32 scales of shape [{stored.shape[0]}, 1, 1] beside them")
     if not bool(torch.isfinite(scales).all()):
         raise DataError("a scale of 8-bit hidden states is not finite; capture the states again")
-    return (stored.float() * scales).to(dtype)
+    return _widen(stored).mul_(scales).to(dtype)
+
+
+def _widen(stored: Tensor) -> Tensor:
+    """float8_e4m3fn as float32, through float16 on a CPU: twice as fast as torch's own conversion there.
+
+    Both have sign, exponent and mantissa in this order, so shifting the seven bits of magnitude makes a float16 that is
+    2**-8 of the value, subnormal ones included; only NaN has to be told.
+    """
+    if stored.device.type != "cpu":
+        return stored.float()
+    bits = stored.view(torch.int8).to(torch.int16)  # the sign is carried up to bit 15
+    magnitude = bits & 0x7F
+    if stored.numel() and int(magnitude.max()) == 0x7F:
+        return stored.float()
+    return magnitude.bitwise_left_shift_(7).bitwise_or_(bits.bitwise_and_(-0x8000)).view(torch.float16).float().mul_(256.0)

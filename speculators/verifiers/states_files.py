@@ -108,7 +108,7 @@ def read_tensors(
 class StatesFile:
     """An open safetensors file whose header has been checked against its size.
 
-    Parameters as of :func:`read_tensors`. Tensors stay valid after :meth:`close`.
+    Parameters as of :func:`read_tensors`. Tensors stay valid after :meth:`close`, which is also called when nobody uses it.
 
     :raises StatesFileError: as :func:`read_tensors`.
     """
@@ -116,21 +116,25 @@ class StatesFile:
     def __init__(
         self, path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None, mapped: bool = True
     ) -> None:
+        self._descriptor = -1
+        self._map: mmap.mmap | None = None
         self.path = Path(path) if root is None else Path(root) / path
         self._descriptor = _open_within(self.path, root)
         try:
             self.size = os.fstat(self._descriptor).st_size
             self.places, self.metadata = self._header()
-            self._map: mmap.mmap | None = None
             if mapped and self.size:
                 # A private map: tensors may be written to, as torch demands of a buffer, and the file is never changed.
                 self._map = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_COPY)
         except OSError as error:
-            os.close(self._descriptor)
+            self.close()
             raise self._error(f"it cannot be read ({error.strerror or error})") from error
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> StatesFile:
         return self

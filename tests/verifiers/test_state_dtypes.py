@@ -85,6 +85,14 @@ def test_records_that_do_not_fit() -> None:
         decode(tensors | {SCALES: torch.tensor([1.0, float("nan")]).view(2, 1, 1)}, torch.float32)
 
 
+def test_every_value_of_fp8() -> None:
+    stored = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).view(1, 1, 256)
+    numbers = ~stored.float().isnan()
+    for some in (stored[numbers].view(1, 1, -1), stored):
+        found = decode({STATES: some, SCALES: torch.full((1, 1, 1), 0.5)}, torch.float32)
+        assert torch.equal(found.nan_to_num(nan=7.0), (some.float() * 0.5).nan_to_num(nan=7.0))
+
+
 def test_bytes() -> None:
     for dtype in ("float32", "bfloat16", "float16", "fp8"):
         tensors = encode(torch.randn(5, 3, 8), dtype)

@@ -190,7 +190,10 @@ class OpenShard:
 
 
 class ShardPool:
-    """The shards that were read last, kept open. Not thread-safe."""
+    """The shards that were read last, kept open. Not thread-safe.
+
+    A shard that it lets go is closed when the last thread that reads it is done.
+    """
 
     def __init__(self, folder: Path, record: StoreRecord, size: int = 64) -> None:
         self._folder = folder
@@ -203,19 +206,16 @@ class ShardPool:
         if name not in self._open:
             self._open[name] = OpenShard(self._folder / name, self._record)
             if len(self._open) > self._size:
-                self._open.popitem(last=False)[1].close()
+                self._open.popitem(last=False)
         self._open.move_to_end(name)
         return self._open[name]
 
     def drop(self, name: str) -> None:
-        """Close a shard, because its file was replaced."""
-        shard = self._open.pop(name, None)
-        if shard is not None:
-            shard.close()
+        """Let a shard go, because its file was replaced."""
+        self._open.pop(name, None)
 
     def close(self) -> None:
-        for name in list(self._open):
-            self.drop(name)
+        self._open.clear()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

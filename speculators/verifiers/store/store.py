@@ -81,16 +81,15 @@ class StatesStore:
 
         A row that is as long as the stored one is told by its tokens' hash; of a shorter one the stored tokens are read.
         """
-        with self._lock:
-            placed = self.place(row.row_id)
-            if placed is None or placed.row.tokens < len(row):
-                return False
-            if placed.row.tokens == len(row):
-                return placed.row.ids_hash == hash_ids(row.input_ids)
-            try:
-                return _begins(self._checked_shard(placed).token_ids(placed.row), row)
-            except DamagedShardError:
-                return False
+        placed = self.place(row.row_id)
+        if placed is None or placed.row.tokens < len(row):
+            return False
+        if placed.row.tokens == len(row):
+            return placed.row.ids_hash == hash_ids(row.input_ids)
+        try:
+            return _begins(self._checked_shard(placed).token_ids(placed.row), row)
+        except DamagedShardError:
+            return False
 
     def lacks(self, row: Row) -> bool:
         """Whether no row of this id, at least as long and of these tokens, was ever named; nothing is read but the index."""
@@ -115,26 +114,32 @@ class StatesStore:
         :returns: None when the store has no such row: none of its id, a shorter one, or one of other tokens.
         :raises DamagedShardError: when what was written is not there any more.
         """
-        with self._lock:
+        while True:
             placed = self.place(row.row_id)
             if placed is None or placed.row.tokens < len(row):
                 return None
             try:
                 shard = self._checked_shard(placed)
+                break
             except DamagedShardError:
-                self.index.refresh()  # evicted or replaced meanwhile?
-                again = self.index.rows.get(row.row_id)
-                if again == placed:
-                    raise
-                return self.read(row)
-            states = shard.read(placed.row)
-            return states.first(len(row)) if _begins(states.token_ids, row) else None
+                with self._lock:
+                    self.index.refresh()
+                    if self.index.rows.get(row.row_id) == placed:
+                        raise
+                # else it was evicted or replaced meanwhile
+        states = shard.read(placed.row)
+        return states.first(len(row)) if _begins(states.token_ids, row) else None
 
     def _checked_shard(self, placed: Placed) -> OpenShard:
-        shard = self._pool.get(placed.shard)
-        if placed.row.row_id not in self._checked:
-            shard.check(placed.row)
-            self._checked.add(placed.row.row_id)
+        """The shard of a row whose bytes are as they were written; several threads may check at once."""
+        row_id = placed.row.row_id
+        with self._lock:
+            shard = self._pool.get(placed.shard)
+            if row_id in self._checked:
+                return shard
+        shard.check(placed.row)
+        with self._lock:
+            self._checked.add(row_id)
         return shard
 
     def check_shard(self, name: str, *, whole: bool = True) -> None:
