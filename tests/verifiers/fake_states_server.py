@@ -1,6 +1,6 @@
 """A server that hands over hidden states as vLLM does, of a tiny verifier, and misbehaves on demand.
 
-In a test's process (:class:`FakeStatesServer`), or as one of its own that can be killed (:func:`states_server_process`).
+In a test's process (:class:`FakeStatesServer`), or as one of its own that can be killed (:class:`ServerProcess`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -240,42 +240,33 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-@contextmanager
-def states_server_process(verifier: Path, folder: Path, layer_ids: Iterable[int], *arguments: str) -> Iterator[ServerProcess]:
-    """A server in a process of its own, answering when the context opens."""
-    server = ServerProcess(verifier, folder, layer_ids, arguments)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
-
-
 class ServerProcess:
-    """Can be killed and started again at the same port."""
+    """A server in a process of its own, that can be killed and started again at the same port. Gone when its context closes."""
 
-    def __init__(self, verifier: Path, folder: Path, layer_ids: Iterable[int], arguments: Iterable[str]) -> None:
-        self._command = [
-            sys.executable,
-            "-m",
-            __name__,
-            str(verifier),
-            str(folder),
-            "--layers",
-            *map(str, layer_ids),
-            *arguments,
-        ]
-        self.port = 0
+    def __init__(self, verifier: Path, folder: Path, layer_ids: Iterable[int], *arguments: str) -> None:
+        self._command = [sys.executable, "-m", __name__, str(verifier), str(folder)]
+        self._command += ["--layers", *map(str, layer_ids), *arguments]
+        self._port = 0
         self._process: subprocess.Popen[str] | None = None
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """Waits for the server to answer, the first time."""
+        if not self._port:
+            assert self._process is not None
+            assert self._process.stdout is not None
+            self._port = int(self._process.stdout.readline())
+        return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        self._process = subprocess.Popen([*self._command, "--port", str(self.port)], stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
+        self._process = subprocess.Popen([*self._command, "--port", str(self._port)], stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def kill(self) -> None:
         """At once, as an out-of-memory killer does."""
