@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from speculators.data import RowDataset
+    from speculators.pipelines.offline_states import CapturedSource
     from speculators.train.config import TrainConfig
+    from speculators.verifiers.facts import VerifierFacts
 
 __all__ = ["generate_offline_data"]
 
@@ -40,7 +43,7 @@ def generate_offline_data(
     hidden_states: Annotated[
         str | None,
         typer.Option(
-            help="Source of the states: transformers (--model in this process), vllm or ray.",
+            help="Source of the states: transformers (--model in this process) or vllm (--endpoint).",
             rich_help_panel=SOURCE,
             show_default="vllm with --endpoint or without --model, else transformers",
         ),
@@ -52,6 +55,14 @@ def generate_offline_data(
     hidden_states_backend: Annotated[
         str, typer.Option(help="How the server hands states over: file, fp8 or mooncake.", rich_help_panel=SOURCE)
     ] = "file",
+    hidden_states_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder in which the server leaves states for the backends file and fp8; launch-vllm's.",
+            rich_help_panel=SOURCE,
+            show_default=False,
+        ),
+    ] = None,
     target_layer_ids: Annotated[
         list[str] | None,
         typer.Option(
@@ -122,7 +133,7 @@ def generate_offline_data(
     from speculators.train.config import TrainConfig
 
     source_name = hidden_states or ("vllm" if endpoint is not None or model is None else "transformers")
-    _choice("--hidden-states", source_name, ("transformers", "vllm", "ray"))
+    _choice("--hidden-states", source_name, ("transformers", "vllm"))
     _choice("--on-full", on_full, ("stop", "evict"))
     _choice("--dtype", dtype, (None, "float32", "bfloat16", "float16", "fp8"))
     _choice("--final-state", final_state, (None, "pre_norm", "post_norm"))
@@ -157,8 +168,9 @@ def generate_offline_data(
             "vllm_endpoint": endpoint or ENDPOINT,
             "request_timeout": request_timeout,
             "max_retries": max_retries,
-            "on_missing": "raise",
         }
+        if hidden_states_path is not None:
+            given["hidden_states_path"] = str(hidden_states_path)
     config = TrainConfig.from_flat(given)
     with _plain_warnings():
         dataset = RowDataset.load(preprocessed_data)
@@ -171,24 +183,57 @@ def generate_offline_data(
         typer.echo(line)
 
 
-def _open(config: TrainConfig, dataset: Any) -> Any:
-    """The source that the settings name."""
+def _open(config: TrainConfig, dataset: RowDataset) -> CapturedSource:
+    """The source that the settings name.
+
+    :raises SpeculatorsError: when it cannot be opened, or the rows are not its verifier's.
+    """
     from speculators.data.provenance import require_tokenizer
     from speculators.errors import ConfigError
     from speculators.models.draft_config import default_layer_ids
-    from speculators.models.verifier_weights import text_config
-    from speculators.verifiers.loading import load_verifier
-    from speculators.verifiers.transformers_source import TransformersSource
+    from speculators.verifiers.facts import describe_verifier
 
     path, trust = config.verifier.verifier_name_or_path, config.verifier.trust_remote_code
     if not path:
-        raise ConfigError("name the verifier that --hidden-states transformers is to run: --model FOLDER")
+        raise ConfigError("--model is missing: name the folder of the verifier; of one that a server runs its config is enough")
+    facts = describe_verifier(path, trust)
+    require_tokenizer(dataset.manifest, facts.tokenizer, facts.name, f"the rows in {dataset.path}")
+    dataset.check_vocabulary(facts.vocab_size)
+    layers = tuple(config.draft.target_layer_ids or default_layer_ids(facts.num_layers))
+    if config.data.hidden_states == "vllm":
+        return _open_vllm(config, layers, facts)
+    from speculators.verifiers.loading import load_verifier
+    from speculators.verifiers.transformers_source import TransformersSource
+
     verifier = load_verifier(path, trust_remote_code=trust)
-    require_tokenizer(dataset.manifest, verifier.tokenizer, verifier.name, f"the rows in {dataset.path}")
-    dataset.check_vocabulary(text_config(verifier.config).vocab_size)
-    layers = config.draft.target_layer_ids or default_layer_ids(verifier.num_layers)
-    budget = config.data.capture_batch_tokens
-    return TransformersSource(verifier, tuple(layers), config.data.final_state or "post_norm", budget)
+    return TransformersSource(verifier, layers, config.data.final_state or "post_norm", config.data.capture_batch_tokens)
+
+
+def _open_vllm(config: TrainConfig, layers: tuple[int, ...], facts: VerifierFacts) -> CapturedSource:
+    from speculators.errors import ConfigError
+    from speculators.verifiers.vllm import VllmSettings, VllmSource
+
+    data, generation, folder = config.data, config.generation, config.backend.hidden_states_path
+    if data.final_state == "post_norm":
+        raise ConfigError("--final-state is post_norm, but vLLM gives the last state before the norm; leave it out")
+    if data.hidden_states_backend == "mooncake":
+        raise ConfigError("generate-offline-data reads the backends file and fp8; start the server with one of them")
+    if folder is None:
+        raise ConfigError(
+            "--hidden-states-path is missing: name the folder in which the server leaves its states, as launch-vllm was told"
+        )
+    settings = VllmSettings(
+        endpoint=generation.vllm_endpoint,
+        backend=data.hidden_states_backend,
+        folder=Path(folder),
+        on_missing="generate",
+        on_generate="delete",
+        request_timeout=generation.request_timeout,
+        max_retries=generation.max_retries,
+        validation_retries=generation.generation_validation_retries,
+        max_consecutive_failures=generation.max_consecutive_generation_failures,
+    )
+    return VllmSource(settings, layers, facts)
 
 
 @contextmanager

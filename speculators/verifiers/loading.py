@@ -31,7 +31,7 @@ from speculators.verifiers.structure import DecoderParts, cache_argument, decode
 __all__ = ["Verifier", "load_verifier"]
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
 
 @dataclass(eq=False)
@@ -135,8 +135,8 @@ def load_verifier(
         hidden_size=text.hidden_size,
         num_layers=len(parts.layers),
         eos_ids=_eos_ids(model, text),
-        context_length=next((int(value) for key in _CONTEXT_KEYS if (value := getattr(text, key, None))), None),
-        hash=_hash(name, config),
+        context_length=next((int(value) for key in CONTEXT_KEYS if (value := getattr(text, key, None))), None),
+        hash=verifier_hash(name, config),
         parts=parts,
         cache_argument=cache_argument(model),
     )
@@ -190,7 +190,8 @@ def _eos_ids(model: PreTrainedModel, config: PretrainedConfig) -> tuple[int, ...
     return ()
 
 
-def _hash(name: str, config: PretrainedConfig) -> str:
+def verifier_hash(name: str, config: PretrainedConfig) -> str:
+    """Of the config and of the names and sizes of the weight files; of a hub's model, its commit."""
     digest = hashlib.sha256()
     folder = Path(name)
     if folder.is_dir():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from speculators.__main__ import main
 from speculators.data import CutRows, DataManifest, RowDataset
@@ -17,6 +18,7 @@ from speculators.verifiers.source import CachedSource
 from speculators.verifiers.store import StoreSource
 from speculators.verifiers.transformers_source import TransformersSource
 from tests.tiny import random_rows, tiny_verifier
+from tests.verifiers.fake_states_server import FakeStatesServer
 from tests.verifiers.store.stores import contents, same
 
 
@@ -57,6 +59,24 @@ def test_fills_as_training_would_capture(folder: Path, tmp_path: Path, capsys: p
     assert sorted(path.name for path in (tmp_path / "parts" / "index").iterdir()) == ["00000.jsonl", "00001.jsonl"]
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_fills_from_a_server(folder: Path, tmp_path: Path, fp8: bool) -> None:
+    verifier = load_verifier(folder / "verifier")
+    with FakeStatesServer(verifier, tmp_path / "shared", (1, 2, 4), fp8=fp8) as server:
+        more = ("--endpoint", server.address, "--hidden-states-path", str(tmp_path / "shared"), "--max-samples", "12")
+        backend = ("--hidden-states-backend", "fp8", "--dtype", "fp8") if fp8 else ()
+        assert main(arguments(folder, tmp_path / "store", *more, *backend)) == 0
+    stored, live = StoreSource(tmp_path / "store"), TransformersSource(verifier, (1, 2), "pre_norm")
+    assert (stored.description.final_state, stored.description.verifier_hash) == ("pre_norm", verifier.hash)
+    rows = CutRows(RowDataset.load(folder / "data"), 32)
+    for row_id in range(12):
+        [found], [wanted] = stored.fetch([rows[row_id]]), live.fetch([rows[row_id]])
+        tolerance = 0.15 if fp8 else 1e-4  # packed by the server, then once more
+        torch.testing.assert_close(found.final.float(), wanted.final, rtol=tolerance, atol=tolerance)
+    assert len(stored.next_tokens(rows[0], [0], 5).positions) > 5
+    assert not list((tmp_path / "shared").glob("*.safetensors"))
+
+
 def test_some_samples_then_more(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(folder, tmp_path / "store", "--max-samples", "10", "--dtype", "fp8")) == 0
     assert "10 rows: 0 were there, 10 were captured" in capsys.readouterr().out
@@ -85,13 +105,16 @@ def test_quota(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (("--rank", "1"), 2, "--rank is 1 of --world-size 1; ranks count from 0"),
         (("--dtype", "int8"), 2, "--dtype is int8; choose one of float32, bfloat16, float16, fp8"),
         (("--on-full", "grow"), 2, "choose one of stop, evict"),
-        (("--hidden-states", "magic"), 2, "choose one of transformers, vllm, ray"),
+        (("--hidden-states", "magic"), 2, "choose one of transformers, vllm"),
         (("--final-state", "none"), 2, "choose one of pre_norm, post_norm"),
         (("--target-layer-ids", "x"), 2, "--target-layer-ids takes whole numbers"),
         (("--target-layer-ids", "9"), 1, "9"),
         (("--preprocessed-data", "missing"), 1, "missing"),
         (("--model", "missing"), 1, "missing"),
-        (("--hidden-states", "transformers", "--model", ""), 2, "name the verifier"),
+        (("--hidden-states", "transformers", "--model", ""), 2, "name the folder of the verifier"),
+        (("--endpoint", "127.0.0.1:9"), 2, "--hidden-states-path is missing"),
+        (("--endpoint", "127.0.0.1:9", "--hidden-states-backend", "mooncake"), 2, "reads the backends file and fp8"),
+        (("--endpoint", "127.0.0.1:9", "--final-state", "post_norm"), 2, "vLLM gives the last state before the norm"),
     ],
 )
 def test_refused(
