@@ -115,7 +115,7 @@ def test_a_server_that_is_started_again_is_rejoined(
             server.kill()
             server.start()  # which takes it some seconds
 
-    source = opened(folder, verifier, server, max_retries=6, first_wait=0.3)  # waits up to 37.8 s
+    source = opened(folder, verifier, server, max_retries=8, first_wait=0.1)  # waits up to 51 s
     assert same(run(folder, verifier, source, "rejoined", kill), wanted)
     status = source.status()
     assert status["failures"] == 0
@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_the_server_that_is_left_and_resumes_when_there_was_n
     )
     assert max(survived) >= 6
     second.start()
-    source = opened(folder, verifier, first, second, max_retries=6, first_wait=0.3)
+    source = opened(folder, verifier, first, second, max_retries=8, first_wait=0.1)
     losses = run(folder, verifier, source, "resumed")
     assert len(losses) < len(wanted)  # it was not begun anew
     assert same(losses, wanted[-len(losses) :])

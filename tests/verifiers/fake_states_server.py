@@ -47,6 +47,7 @@ class FakeStatesServer:
     :param locks: as vLLM's own connector: files are written in place under a lock. Else they appear by rename.
     :param record: metadata of the files, such as our connector writes.
     :param names: path to name instead of the file's.
+    :param key: bearer token that ``/models`` wants.
     :param delay: seconds that an answer takes at least; ``write_delay``: from the answer to the file.
     """
 
@@ -63,6 +64,8 @@ class FakeStatesServer:
         record: dict[str, str] | None = None,
         names: Path | None = None,
         root: str | None = None,
+        models: Iterable[str] = ("tiny",),
+        key: str | None = None,
         max_model_len: int | None = 512,
         delay: float = 0.0,
         write_delay: float = 0.0,
@@ -72,6 +75,7 @@ class FakeStatesServer:
         self.faults, self.always = deque(faults), always
         self.locks, self.fp8, self.record, self.names = locks, fp8, record, names
         self.root, self.max_model_len = root or verifier.name, max_model_len
+        self.models, self.key = list(models), key
         self.delay, self.write_delay = delay, write_delay
         self.source = TransformersSource(verifier, self.layer_ids, "pre_norm")
         self.prompts: list[list[int]] = []  #: of all requests, in their order
@@ -182,9 +186,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.fake.asked_models += 1
         if self.fake.always == "hang" and not self.fake.faults:
             self.fake.closing.wait(60)
-        entry = {"id": "tiny", "root": self.fake.root, "max_model_len": self.fake.max_model_len}
+        fake = self.fake
+        refused = fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}"
+        data = [{"id": name, "root": fake.root, "max_model_len": fake.max_model_len} for name in fake.models]
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._send({"object": "list", "data": [entry]})
+            self._send({"object": "list", "data": data}, 401 if refused else 200)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

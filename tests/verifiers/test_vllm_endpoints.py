@@ -112,6 +112,21 @@ def test_bad_answers_are_faults_only_in_a_row():
     pool.close()
 
 
+def test_a_server_that_is_gone_for_long_does_not_hold_up_another_one():
+    servers = Servers("a", "b", "c")
+    servers.dead = {"a"}
+    pool = endpoints(servers)
+    with pool.one(1):
+        until(lambda: pool.alive == 2 and pool.all[0].in_vain)
+    pool.all[0].ask_at += 60
+    time.sleep(0.05)  # now it is waited for
+    with pytest.raises(EndpointFault), pool.one(1, avoid=pool.all[2]) as used:
+        raise EndpointFault("reset")
+    assert used is pool.all[1]
+    until(lambda: used.alive)
+    pool.close()
+
+
 def test_callers_wait_for_a_server_to_come_back():
     servers = Servers("a")
     pool = endpoints(servers, max_retries=6)

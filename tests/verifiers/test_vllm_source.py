@@ -208,6 +208,19 @@ def test_another_verifier_is_warned_of(verifier, tmp_path):
         opened(verifier, tmp_path, server).close()
 
 
+def test_a_server_of_other_models_and_one_that_wants_a_key(verifier, tmp_path, monkeypatch):
+    with FakeStatesServer(verifier, tmp_path, CAPTURED, root="other/model", models=["one", "two"]) as server:
+        with pytest.raises(VerifierError, match=r"serves one, two and not .*; correct --vllm-endpoint"):
+            opened(verifier, tmp_path, server)
+        server.models.append(verifier.name)
+        opened(verifier, tmp_path, server).close()
+    with FakeStatesServer(verifier, tmp_path, CAPTURED, key="open sesame") as server:
+        with pytest.raises(VerifierError, match="wants a key; set VLLM_API_KEY to it"):
+            opened(verifier, tmp_path, server)
+        monkeypatch.setenv("VLLM_API_KEY", "open sesame")
+        opened(verifier, tmp_path, server).close()
+
+
 @pytest.mark.parametrize("kind", ["path", "dots", "link", "folder"])
 def test_a_path_outside_the_folder_is_refused_and_left_alone(verifier, tmp_path, kind):
     folder, outside = tmp_path / "shared", tmp_path / "secret.safetensors"

@@ -173,6 +173,7 @@ class Endpoints:
             if not self.alive:
                 self._none_since = time.monotonic()
             self._start_asking()
+            self._changed.notify_all()  # it may have to be asked sooner than those that are gone already
         logger.warning("the vLLM server at %s is left for %.1f s: %s", endpoint.base, wait, reason)
 
     def _put_off(self, endpoint: Endpoint, reason: str) -> float:
@@ -200,8 +201,12 @@ class Endpoints:
                     soonest = min(endpoint.ask_at for endpoint in gone)
                     self._changed.wait(max(0.01, soonest - time.monotonic()))
                     continue
-            for endpoint in due:
-                self._ask_one(endpoint)
+            # All at once: one that hangs must not keep the others from being found.
+            threads = [threading.Thread(target=self._ask_one, args=(endpoint,), daemon=True) for endpoint in due]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
 
     def _ask_one(self, endpoint: Endpoint) -> None:
         try:

@@ -11,7 +11,7 @@ import fcntl
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -220,7 +220,7 @@ def read_states(path: Path, folder: Path, most_bytes: int, *, fp8: bool | None =
         return Received({name: file.tensor(name) for name in expected}, dict(file.metadata))
 
 
-def _poll(done: Any, until: float) -> bool:
+def _poll(done: Callable[[], bool], until: float) -> bool:
     pause, longest = _POLL_SECONDS
     while not done():
         if time.monotonic() >= until:
