@@ -20,7 +20,7 @@ from speculators.train import train
 from speculators.train.account import check_account
 from speculators.train.planning import Recipe, StepPlanner
 from speculators.train.replay import ReplayBuffer, held_steps, use_order
-from speculators.verifiers.source import HiddenStates
+from speculators.verifiers.source import CachedSource, HiddenStates
 from tests.train.helpers import RowByRowSource, loaded_verifier, settings, tiny_rows
 
 
@@ -140,57 +140,71 @@ def test_a_training_without_replay_has_the_losses_it_always_had(run, tmp_path: P
 
 def test_a_captured_row_is_used_so_often_and_asked_for_once(run, verifier: Any, tmp_path: Path) -> None:
     source = CountingSource(verifier)
-    changes = {"epochs": 2, "replay": 3, "replay_window": 2}
-    result = run("replayed", source=source, **changes)
-    steps = result.total_steps
-    assert steps == 3 * run("plain", epochs=2).total_steps
-    asked = Counter(source.asked)
-    checked = 12  # the start-up self-check looks at rows, too
-    assert sum(asked.values()) <= 2 * 12 + checked
+    changes = {"epochs": 1, "replay": 3, "replay_window": 2}
+    steps = run("replayed", source=source, **changes).total_steps
+    assert steps == planner(3).steps_per_epoch
+    # All rows, and the one that the start-up self-check asks for.
+    assert sorted(Counter(source.asked).values()) == [1] * 11 + [2]
     assert check_account(tmp_path / "replayed", range(12), replay=3).exact
-    # Where the source keeps all states itself nothing is kept beside it, and the bits are the same as with a buffer.
-    run("cached", **changes)
-    run("passed", states_cache_gib=0, **changes)
-    train_of = [[r["train"] for r in records(tmp_path / name) if "train" in r] for name in ("cached", "passed")]
-    assert len(train_of[0]) == steps
-    for record in records(tmp_path / "cached"):
-        assert record.get("source", {}).get("replay_bytes", 0) == 0
-    assert max(record["source"]["replay_bytes"] for record in records(tmp_path / "passed") if "source" in record) > 0
+    # Where the source keeps all states itself nothing is kept beside it, and the bits are the same.
+    keeping = CountingSource(verifier)
+    keeping.keeps_states = True  # type: ignore[attr-defined]
+    run("kept", source=keeping, **changes)
+    assert len(keeping.asked) == 3 * 12 + 1
+    with_buffer, without = (
+        [record for record in records(tmp_path / name) if "train" in record] for name in ("replayed", "kept")
+    )
+    assert [record["train"] for record in without] == [record["train"] for record in with_buffer]
+    assert max(record["source"]["replay_bytes"] for record in with_buffer) > 0
+    assert {record["source"]["replay_bytes"] for record in without} == {0}
 
 
-@pytest.mark.parametrize("killed_at", [2, 8, 13])
+def test_a_cache_keeps_states_if_they_fit(verifier: Any) -> None:
+    for room, keeps in ((1 << 30, True), (0, False)):
+        assert CachedSource(RowByRowSource(verifier), tiny_rows(), max_bytes=room).keeps_states is keeps
+
+
+CHANGES = {"epochs": 2, "replay": 2, "replay_window": 3, "checkpoint_steps": 5, "checkpoint_freq": 2, "noise_std": 0.02}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, verifier: Any) -> tuple[Path, CountingSource]:
+    """A run that nothing disturbs, and its source."""
+    source = CountingSource(verifier)
+    config = settings(folder, save_path=str(folder / "whole"), train_data_ratio=1.0, **CHANGES)
+    train(config, dataset=tiny_rows(), verifier=verifier, source=source, progress=False)
+    return folder / "whole", source
+
+
+@pytest.mark.parametrize("killed_at", [8, 13])
 def test_a_killed_run_captures_again_what_it_held_and_goes_on_bit_for_bit(
-    run, verifier: Any, tmp_path: Path, killed_at: int
+    run, verifier: Any, whole: tuple[Path, CountingSource], tmp_path: Path, killed_at: int
 ) -> None:
-    changes = {"epochs": 2, "replay": 2, "replay_window": 3, "checkpoint_steps": 5, "checkpoint_freq": 2, "noise_std": 0.02}
-    whole_source = CountingSource(verifier)
-    run("whole", source=whole_source, **changes)
+    undisturbed, whole_source = whole
 
     def kill(info: Any) -> None:
         if info.global_step == killed_at:
             raise Killed
 
     with pytest.raises(Killed):
-        run("cut", source=CountingSource(verifier), on_step=kill, **changes)
+        run("cut", source=CountingSource(verifier), on_step=kill, **CHANGES)
     again = CountingSource(verifier)
-    resumed = run("cut", source=again, **changes)
-    assert (resumed.resumed_from is None) == (killed_at < 5)
-    whole, cut = records(tmp_path / "whole"), records(tmp_path / "cut")
-    assert [record["train"] for record in cut if "train" in record] == [r["train"] for r in whole if "train" in r]
-    found = check_account(tmp_path / "cut", range(12), replay=2)
-    assert found.exact, found.faults
-    assert (tmp_path / "cut" / "account.jsonl").read_bytes() == (tmp_path / "whole" / "account.jsonl").read_bytes()
+    resumed = run("cut", source=again, **CHANGES)
+    found, expected = ([r["train"] for r in records(path) if "train" in r] for path in (tmp_path / "cut", undisturbed))
+    assert found == expected
+    account = check_account(tmp_path / "cut", range(12), replay=2)
+    assert account.exact, account.faults
+    assert (tmp_path / "cut" / "account.jsonl").read_bytes() == (undisturbed / "account.jsonl").read_bytes()
     # Asked for once more: what the rest of the plan uses, rows that were held and their later uses included, once each.
     self_check = len(whole_source.asked) - 2 * 12
-    expected = 2 * 12
-    if resumed.resumed_from is not None:
-        state = json.loads((resumed.resumed_from / "training_state.json").read_text())
-        plan = planner_of_run()
-        remaining = {row for step in plan.steps(state["epoch"], state["local_step"]) for row in step.row_ids}
-        assert state["replayed"] == list(plan.held_rows(state["epoch"], state["local_step"]))
-        assert set(state["replayed"]) <= remaining
-        expected = len(remaining) + (1 - state["epoch"]) * 12
-    assert len(again.asked) - self_check == expected
+    assert resumed.resumed_from is not None
+    state = json.loads((resumed.resumed_from / "training_state.json").read_text())
+    plan = planner_of_run()
+    remaining = {row for step in plan.steps(state["epoch"], state["local_step"]) for row in step.row_ids}
+    assert state["replayed"] == list(plan.held_rows(state["epoch"], state["local_step"]))
+    assert state["replayed"]
+    assert set(state["replayed"]) <= remaining
+    assert len(again.asked) - self_check == len(remaining) + (1 - state["epoch"]) * 12
 
 
 def planner_of_run() -> StepPlanner:
