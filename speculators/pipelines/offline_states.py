@@ -20,7 +20,15 @@ from speculators.progress import Bar, bar
 from speculators.verifiers.source import HiddenStates, HiddenStateSource, NextTokens
 from speculators.verifiers.state_dtypes import StateDtype
 from speculators.verifiers.store import DamagedShardError, StatesStore, StoreRecord, StoreWriter
-from speculators.verifiers.store.probes import PROBE_COUNT, PROBE_ROWS, Probe, probe_positions, read_probes, write_probes
+from speculators.verifiers.store.probes import (
+    PROBE_COUNT,
+    PROBE_ROWS,
+    PROBE_TOKENS,
+    Probe,
+    probe_positions,
+    read_probes,
+    write_probes,
+)
 from speculators.verifiers.store.records import OnFull, hash_ids
 from speculators.verifiers.store.source import canonical_groups, repair_shard
 from speculators.verifiers.store.writer import SHARD_BYTES
@@ -252,7 +260,8 @@ class _Filling:
         long_enough = (row_id for row_id in range(len(self.rows)) if lengths[row_id] > 1)
         probes = []
         for row_id in islice(long_enough, PROBE_ROWS):
-            row = self.rows[row_id]
+            whole = self.rows[row_id]
+            row = Row(row_id, whole.input_ids[:PROBE_TOKENS], whole.loss_mask[:PROBE_TOKENS])
             found = self.source.next_tokens(row, probe_positions(len(row)), PROBE_COUNT)
             probes.append(Probe(row_id, torch.tensor(row.input_ids), found))
         write_probes(self.store.path, probes)

@@ -24,8 +24,8 @@ __all__ = ["PROBES", "PROBE_ROWS", "Probe", "read_probes", "write_probes"]
 #: Name of their file.
 PROBES = "next_tokens.json"
 
-#: Rows that are probed, positions of each, and predictions per position.
-PROBE_ROWS, PROBE_POSITIONS, PROBE_COUNT = 4, 32, 32
+#: Rows that are probed, most tokens of one, positions of each, and predictions per position.
+PROBE_ROWS, PROBE_TOKENS, PROBE_POSITIONS, PROBE_COUNT = 4, 512, 32, 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ def test_a_source_that_fails_leaves_the_damage_to_the_next_run(tmp_path: Path) -
         StoreSource(store, dataset, on_missing="raise").fetch([cut(dataset, row_id) for row_id in range(24)])
 
 
+@pytest.mark.filterwarnings("ignore:a line of the index")
 @pytest.mark.parametrize("harm", ["torn", "flipped", "gone", "garbage"])
 def test_a_damaged_index_costs_nothing(tmp_path: Path, harm: str) -> None:
     dataset, store = rows(), tmp_path / "store"
