@@ -163,8 +163,6 @@ class Trainer:
         while position.global_step < total:
             reason = self._epoch(total, steps)
             if reason != "finished":
-                if self._last_saved != position.global_step:
-                    self._save({})
                 return reason
             epoch, label, last = position.epoch, None, position.global_step == total
             validation = self.validate(predict=last) if last or (epoch + 1) % trainer.val_freq == 0 else {}
@@ -184,6 +182,9 @@ class Trainer:
             for step in plan:
                 reason = self._step(step, answers, steps)
                 if reason is not None:
+                    # Before the answers are closed: a server that hangs may hold up their threads for minutes.
+                    if self._last_saved != position.global_step:
+                        self._save({})
                     return reason
                 within = position.local_step < per_epoch and position.global_step < total
                 by_steps = trainer.checkpoint_steps is not None and position.global_step % trainer.checkpoint_steps == 0

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import io
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from speculators.data import Row
 from speculators.progress import bar
+from speculators.train import StepInfo, train
 from speculators.train.flow import FlowView, short
+from speculators.verifiers.source import HiddenStates
+from tests.train.helpers import RowByRowSource, loaded_verifier, settings, tiny_rows
 
 SOURCE = {
     "kind": "vllm",
@@ -60,3 +69,37 @@ def test_a_log_file_gets_no_panel() -> None:
 @pytest.mark.parametrize(("number", "text"), [(0, "0 "), (999, "999 "), (1500, "1.5 k"), (2.5e6, "2.5 M"), (3e12, "3 T")])
 def test_numbers_are_short(number: float, text: str) -> None:
     assert short(number) == text
+
+
+def test_a_run_that_is_stopped_is_saved_before_it_waits_for_a_server_that_hangs(tmp_path: Path) -> None:
+    verifier, saved = loaded_verifier(tmp_path), threading.Event()
+    checkpoint = tmp_path / "run" / "0" / "training_state.json"
+
+    class Hanging(RowByRowSource):
+        def fetch(self, rows: Sequence[Row]) -> list[HiddenStates]:
+            if self.stuck:
+                for _ in range(500):
+                    if checkpoint.exists():
+                        saved.set()
+                        break
+                    time.sleep(0.01)
+            return super().fetch(rows)
+
+    source = Hanging(verifier)
+    source.stuck = False
+
+    def stop(info: StepInfo) -> None:
+        source.stuck = True
+        time.sleep(0.05)  # a request that hangs is under way, others are answered
+        signal.raise_signal(signal.SIGTERM)
+
+    result = train(
+        settings(tmp_path, epochs=50, prefetch_factor=1),
+        dataset=tiny_rows(),
+        verifier=verifier,
+        source=source,
+        progress=False,
+        on_step=lambda info: stop(info) if info.global_step == 1 else None,
+    )
+    assert result.reason == "interrupted"
+    assert saved.is_set()
