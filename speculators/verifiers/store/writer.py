@@ -107,9 +107,13 @@ class StoreWriter:
         passes, self._passes, pending, self._pending = self._passes, [], self._pending, 0
         name = f"{self.name}-{self._next:06d}.safetensors"
         record = shard_record(name, passes)
-        with locked_folder(self.store.path, "--output", name=".quota.lock", what="store", wait=True):
-            self._make_room(pending)
+        limit = self.store.record.max_bytes
+        if limit is None:
             write_shard(self._shards / name, record, passes)
+        else:  # writers take turns, so that no two of them use the same room
+            with locked_folder(self.store.path, "--output", name=".quota.lock", what="store", wait=True):
+                self._make_room(pending, limit)
+                write_shard(self._shards / name, record, passes)
         with writing(self._index):
             append_line(self._index, record.to_json())
         self._next += 1
@@ -118,10 +122,7 @@ class StoreWriter:
             self.store.check_shard(name)
         return record
 
-    def _make_room(self, needed: int) -> None:
-        limit = self.store.record.max_bytes
-        if limit is None:
-            return
+    def _make_room(self, needed: int, limit: int) -> None:
         used = self.store.nbytes
         if used + needed > limit and self.store.record.on_full == "evict" and needed <= limit:
             used = self._evict(used + needed - limit)
