@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -168,8 +168,3 @@ class StoreRecord:
         ]
         pairs += [(key, ours[key], theirs[key]) for key in ours if key not in ("states", "max_bytes", "on_full")]
         return [f"{key} {mine} there, {yours} asked for" for key, mine, yours in pairs if mine != yours]
-
-
-def flat(passes: Sequence[Sequence[StoredRow]]) -> list[StoredRow]:
-    """Rows of all passes, in order."""
-    return [row for group in passes for row in group]
