@@ -135,7 +135,7 @@ def test_training_is_the_same(source: VllmSource, verifier: Verifier, dataset: R
             "final_state": "pre_norm",
             "hidden_states_dtype": "float32",
             "total_seq_len": 192,
-            "max_anchors": 24,
+            "max_anchors": 64,
             "lr": 1e-3,
             "epochs": 20,
             "max_steps": STEPS,

@@ -128,7 +128,9 @@ def test_a_fault_is_tried_again(verifier, truth, tmp_path, fault):
         seconds = 0.5 if fault in ("hang", "drip") else 5.0
         source = opened(verifier, tmp_path, server, request_timeout=seconds)
         server.faults.extend([fault, fault])
+        started = time.monotonic()
         assert_same(source.fetch(ROWS[:1]), truth[:1])
+        assert time.monotonic() - started < 9  # a drip would go on for ten seconds, twice
         assert source.status()["retries"] == 2
         assert source.status()["failures"] == 0
         source.close()
@@ -251,6 +253,10 @@ def test_a_named_file_that_is_no_file_or_never_comes(verifier, tmp_path):
         with pytest.raises(BadStates, match=problem):
             reader.read({"hidden_states_path": named}, 0.2, 1 << 20)
         assert time.monotonic() - started < 2
+    kept = tmp_path / "hs_5.safetensors"
+    kept.touch()
+    reader.forget({"hidden_states_path": str(kept)})  # named so by a server, it is still the client's own
+    assert kept.exists()
     big = tmp_path / "big.safetensors"
     write_states(big, torch.zeros(100, 4, 32), range(100))
     with pytest.raises(BadStates, match="more than it can need"):
