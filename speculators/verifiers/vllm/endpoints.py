@@ -21,7 +21,7 @@ __all__ = ["Endpoint", "EndpointFault", "Endpoints", "patience"]
 
 logger = logging.getLogger("speculators.verifiers")
 
-_LONGEST_WAIT = 30.0
+_LONGEST_WAIT = 30.0  # times the first one
 #: Doublings of the wait for a server that lives and fails; a row's tries end sooner than a dead server's wait.
 _FAULTY_DOUBLINGS = 3
 _LONGEST_RETRY = 60.0
@@ -177,7 +177,7 @@ class Endpoints:
         logger.warning("the vLLM server at %s is left for %.1f s: %s", endpoint.base, wait, reason)
 
     def _put_off(self, endpoint: Endpoint, reason: str) -> float:
-        wait = min(_LONGEST_WAIT, self._first_wait * 2.0**endpoint.faults)
+        wait = self._first_wait * min(_LONGEST_WAIT, 2.0**endpoint.faults)
         endpoint.faults = min(endpoint.faults + 1, 16)
         endpoint.ask_at = time.monotonic() + wait
         endpoint.reason = reason
