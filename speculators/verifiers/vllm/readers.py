@@ -63,10 +63,15 @@ class StatesReader(Protocol):
 def open_reader(settings: VllmSettings) -> StatesReader:
     """The reader of ``--hidden-states-backend``.
 
-    :raises ConfigError: for a backend that does not work here.
+    :raises ConfigError: for a backend that is not installed or not known here.
+    :raises VerifierError: when its store does not answer.
     """
     if settings.backend in ("file", "fp8"):
         from speculators.verifiers.vllm.files import FileReader
 
         return FileReader(settings.folder, fp8=settings.backend == "fp8")
-    raise ConfigError(f"states cannot be read by the backend {settings.backend!r}; choose file or fp8")
+    if settings.backend == "mooncake":
+        from speculators.verifiers.vllm.mooncake import MooncakeReader
+
+        return MooncakeReader(settings.mooncake)
+    raise ConfigError(f"states cannot be read by the backend {settings.backend!r}; choose file, fp8 or mooncake")

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from speculators.errors import ConfigError
 from speculators.verifiers.server_protocol import base_address
 
-__all__ = ["Backend", "OnGenerate", "OnMissing", "ServedVerifier", "VllmSettings", "launch_command"]
+__all__ = ["Backend", "MooncakeSettings", "OnGenerate", "OnMissing", "ServedVerifier", "VllmSettings", "launch_command"]
 
 Backend = Literal["file", "fp8", "mooncake"]
 OnMissing = Literal["generate", "skip", "warn", "raise"]
@@ -34,6 +34,18 @@ class ServedVerifier(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MooncakeSettings:
+    """``--mooncake-*``: how to reach the store that servers and trainer are members of."""
+
+    master: str = "127.0.0.1:50051"
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device: str = ""
+    global_segment_gib: float = 4.0
+    local_buffer_gib: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
 class VllmSettings:
     """The settings of ``--hidden-states vllm``; their defaults are the training config's.
 
@@ -46,6 +58,7 @@ class VllmSettings:
     :param max_retries: further tries of a request that failed, with waits of 2, 4, 8, ... seconds.
     :param validation_retries: whole repeats of a request whose states are not what was asked for.
     :param max_consecutive_failures: rows in a row without states that end the run.
+    :param mooncake: of the backend ``mooncake``.
     """
 
     endpoint: str
@@ -57,6 +70,7 @@ class VllmSettings:
     max_retries: int
     validation_retries: int
     max_consecutive_failures: int
+    mooncake: MooncakeSettings = MooncakeSettings()
 
     @property
     def endpoints(self) -> tuple[str, ...]:

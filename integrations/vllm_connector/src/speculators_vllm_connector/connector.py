@@ -68,7 +68,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings, backend = ConnectorSettings.from_config(transfer.kv_connector_extra_config)
         self._record = _record(vllm_config, self._settings)
         self._group, self._block_size = hidden_states_group(kv_cache_config)
-        self._transport = _transport(self._settings, backend, str(transfer.engine_id))
+        self._transport = _transport(self._settings, backend, str(transfer.engine_id), self._record.header())
         self._config = vllm_config
         # Of the scheduler's process.
         self._tickets: dict[str, str] = {}  # request id -> ticket, from its first step to its end
@@ -213,11 +213,11 @@ def _record(vllm_config: VllmConfig, settings: ConnectorSettings) -> StatesRecor
     )
 
 
-def _transport(settings: ConnectorSettings, backend: dict[str, Any], engine: str) -> Transport:
+def _transport(settings: ConnectorSettings, backend: dict[str, Any], engine: str, header: dict[str, str]) -> Transport:
     if settings.backend == "mooncake":
         from speculators_vllm_connector.mooncake import MooncakeTransport
 
-        return MooncakeTransport(backend, engine)
+        return MooncakeTransport(backend, engine, header)
     if backend:
         raise ValueError(f"{', '.join(sorted(backend))} is for the mooncake backend; leave it out")
     return FileTransport(settings.shared_storage_path, engine, settings.retention_seconds, settings.use_synchronization_lock)
