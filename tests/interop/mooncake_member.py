@@ -62,7 +62,7 @@ def read(master: str, folder: Path, master_pid: int) -> None:
     tell("dead", answers["good"])
     found["seconds"] = time.monotonic() - began
     (folder / "found.json").write_text(json.dumps(found))
-    os._exit(0)  # closing a store whose master is gone takes half a minute
+    os._exit(0)  # without waiting for the master that is gone
 
 
 if __name__ == "__main__":

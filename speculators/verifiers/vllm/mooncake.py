@@ -167,7 +167,7 @@ def _connect(settings: MooncakeSettings) -> Any:
             "mooncake-transfer-engine-non-cuda (with CUDA mooncake-transfer-engine) and install the system's libibverbs1"
         ) from error
     host, _, port = settings.master.rpartition(":")
-    try:  # Mooncake itself tries for minutes
+    try:  # Mooncake itself does not give up soon
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except (OSError, ValueError, OverflowError) as error:
         raise VerifierError(

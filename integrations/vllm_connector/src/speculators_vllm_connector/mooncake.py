@@ -125,7 +125,7 @@ def _connect(settings: Mapping[str, Any]) -> Any:
         ) from error
     master = str(settings["mooncake_master"])
     host, _, port = master.rpartition(":")
-    try:  # Mooncake itself tries for minutes
+    try:  # Mooncake itself does not give up soon
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         raise OSError(f"no Mooncake master answers at {master} ({error}); start mooncake_master there first") from error
