@@ -211,29 +211,18 @@ def _open(config: TrainConfig, dataset: RowDataset) -> CapturedSource:
 
 def _open_vllm(config: TrainConfig, layers: tuple[int, ...], facts: VerifierFacts) -> CapturedSource:
     from speculators.errors import ConfigError
-    from speculators.verifiers.vllm import VllmSettings, VllmSource
+    from speculators.train.sources import vllm_settings
+    from speculators.verifiers.vllm import VllmSource
 
-    data, generation, folder = config.data, config.generation, config.backend.hidden_states_path
-    if data.final_state == "post_norm":
+    if config.data.final_state == "post_norm":
         raise ConfigError("--final-state is post_norm, but vLLM gives the last state before the norm; leave it out")
-    if data.hidden_states_backend == "mooncake":
+    if config.data.hidden_states_backend == "mooncake":
         raise ConfigError("generate-offline-data reads the backends file and fp8; start the server with one of them")
-    if folder is None:
+    if config.backend.hidden_states_path is None:
         raise ConfigError(
             "--hidden-states-path is missing: name the folder in which the server leaves its states, as launch-vllm was told"
         )
-    settings = VllmSettings(
-        endpoint=generation.vllm_endpoint,
-        backend=data.hidden_states_backend,
-        folder=Path(folder),
-        on_missing="generate",
-        on_generate="delete",
-        request_timeout=generation.request_timeout,
-        max_retries=generation.max_retries,
-        validation_retries=generation.generation_validation_retries,
-        max_consecutive_failures=generation.max_consecutive_generation_failures,
-    )
-    return VllmSource(settings, layers, facts)
+    return VllmSource(vllm_settings(config, always=True), layers, facts)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from speculators.data import CutRows, RowDataset, split_rows
+from speculators.data import CutRows, Row, RowDataset, split_rows
 from speculators.data.provenance import require_tokenizer
 from speculators.errors import ConfigError, DataError, SpeculatorsError
 from speculators.models.verifier_weights import VerifierHead, has_rms_norm, text_config
@@ -30,19 +31,18 @@ from speculators.train.families import family_of
 from speculators.train.precision import Precision, choose_precision
 from speculators.train.results import OnStep, TrainResult
 from speculators.train.run_folder import TrainingFolder
+from speculators.train.sources import SourceOpener
 from speculators.train.trainer import Trainer
 from speculators.train.vocabulary import choose_mapping, choose_mask_token
+from speculators.verifiers.facts import VerifierFacts, describe_verifier
 from speculators.verifiers.loading import Verifier, load_verifier
 from speculators.verifiers.query_keys import query_key_scales
 from speculators.verifiers.self_check import check_source
-from speculators.verifiers.source import CachedSource, HiddenStateSource, length_groups
-from speculators.verifiers.transformers_source import TransformersSource
+from speculators.verifiers.source import HiddenStateSource, length_groups
 
 __all__ = ["train"]
 
 logger = logging.getLogger("speculators.train")
-
-GIB = 1024**3
 
 
 @dataclass(slots=True)
@@ -88,23 +88,35 @@ def train(
     with ExitStack() as stack:
         main_first(accelerator, lambda: _open_folder(folder, config, stack))
         split = _split(config, dataset, train_ids, val_ids)
-        if verifier is None:
-            path, trust = config.verifier.verifier_name_or_path, config.verifier.trust_remote_code
-            verifier = load_verifier(path, device=accelerator.device, trust_remote_code=trust)
-        draft = _draft(config, split, verifier)
+        path, trust = config.verifier.verifier_name_or_path, config.verifier.trust_remote_code
+        load = partial(load_verifier, path, device=accelerator.device, trust_remote_code=trust)
+        if verifier is None and source is None and config.data.hidden_states == "transformers":
+            verifier = load()
+        # States from elsewhere need no weights of the verifier here but those of its norm and head.
+        facts = describe_verifier(path, trust) if verifier is None else verifier
+        draft = _draft(config, split, facts, load if verifier is None else lambda: verifier)
         if config.dry_run:
             embeddings = config.trainer.checkpoint_embeddings
             main_first(accelerator, lambda: save_draft(draft, folder.path, torch.bfloat16, embeddings))
             return TrainResult("finished", 0, 0, checkpoint=folder.path)
         if source is None:
-            source = _source(config, split, verifier, draft.target_layer_ids)
+            opener = SourceOpener(
+                config,
+                split.dataset,
+                split.cut,
+                facts,
+                tuple(draft.target_layer_ids),
+                load if verifier is None else lambda: verifier,
+            )
+            source = opener.open()
             stack.callback(source.close)
-        _check_source(config, source, draft)
+        _check_source(config, source, draft, facts)
         # With the norm where it can be rebuilt: the check then says whether states of the other kind would fit.
-        with_norm = source.description.final_state == "pre_norm" or has_rms_norm(verifier.config)
-        path = config.verifier.verifier_name_or_path
-        teacher = VerifierHead.from_folder(path, draft.t2d, config=verifier.config, with_norm=with_norm)
-        check_source(source, teacher, verifier, [split.cut[int(row)] for row in split.train_ids[:16]])
+        with_norm = source.description.final_state == "pre_norm" or has_rms_norm(facts.config)
+        teacher = VerifierHead.from_folder(path, draft.t2d, config=facts.config, with_norm=with_norm)
+        found = check_source(source, teacher, verifier, _rows_to_check(split, source), facts.context_length)
+        if accelerator.is_main_process:
+            logger.info("hidden states rebuild the verifier's predictions to %.1g", found.max_difference)
         identity = _identity(split, draft, source, accelerator, precision, config)
         main_first(accelerator, lambda: folder.check_identity(identity))
         main_first(accelerator, lambda: folder.write_artifacts(config))
@@ -122,7 +134,7 @@ def train(
             folder=folder,
             accelerator=accelerator,
             precision=precision,
-            eos_ids=verifier.eos_ids,
+            eos_ids=facts.eos_ids,
             progress=progress,
             on_step=on_step,
             started=started,
@@ -164,8 +176,11 @@ def _split(config: TrainConfig, dataset: RowDataset | None, train_ids: np.ndarra
     return _Split(dataset, cut, train_ids, val_ids if val_ids is not None else np.zeros(0, dtype=np.int64))
 
 
-def _draft(config: TrainConfig, split: _Split, verifier: Verifier) -> Any:
-    """The draft to train, checked against rows and verifier."""
+def _draft(config: TrainConfig, split: _Split, verifier: Verifier | VerifierFacts, load: Callable[[], Verifier]) -> Any:
+    """The draft to train, checked against rows and verifier.
+
+    :param load: gives the verifier with its weights; called only where the draft is to start from them.
+    """
     start = checkpoint_config(config)
     vocab_size = text_config(verifier.config).vocab_size
     require_tokenizer(
@@ -192,23 +207,18 @@ def _draft(config: TrainConfig, split: _Split, verifier: Verifier) -> Any:
         mask_token,
         wanted_final_state(config) or "post_norm",
         answers.model_dump() if answers is not None else None,
-        partial(query_key_scales, verifier, sample[: verifier.context_length]),
+        lambda layers, head_dim: query_key_scales(load(), sample[: verifier.context_length], layers, head_dim),
     )
     return build_draft(config, inputs, mapping, start)
 
 
-def _source(config: TrainConfig, split: _Split, verifier: Verifier, layer_ids: list[int]) -> HiddenStateSource:
-    data = config.data
-    source = TransformersSource(
-        verifier,
-        tuple(layer_ids),
-        final_state=wanted_final_state(config) or "post_norm",
-        token_budget=data.capture_batch_tokens,
-    )
-    return CachedSource(source, split.cut, max_bytes=int(data.states_cache_gib * GIB))
+def _rows_to_check(split: _Split, source: HiddenStateSource) -> list[Row]:
+    """Rows for the check at the start: those that a store has something to say about, else the first to train on."""
+    ids = [int(row) for row in getattr(source, "probed_rows", ()) if int(row) < len(split.cut)]
+    return [split.cut[row] for row in [*ids, *map(int, split.train_ids[:16])]]
 
 
-def _check_source(config: TrainConfig, source: HiddenStateSource, draft: Any) -> None:
+def _check_source(config: TrainConfig, source: HiddenStateSource, draft: Any, facts: Verifier | VerifierFacts) -> None:
     """Refuse a source whose states are not what the draft is to be trained on."""
     found = source.description
     wanted = wanted_final_state(config)
@@ -222,6 +232,16 @@ def _check_source(config: TrainConfig, source: HiddenStateSource, draft: Any) ->
             f"{given} contradicts the hidden-states source, whose last states are {found.final_state}; drop the flag"
         )
     draft.config.final_state = found.final_state
+    if found.verifier_hash and found.verifier_hash != facts.hash:
+        raise ConfigError(
+            f"the hidden states are of another verifier ({found.verifier}, hash {found.verifier_hash}) than {facts.name} (hash "
+            f"{facts.hash}); capture them again, or correct --verifier-name-or-path"
+        )
+    if found.hidden_size != facts.hidden_size:
+        raise ConfigError(
+            f"the hidden-states source gives states of {found.hidden_size} numbers, but the verifier's have "
+            f"{facts.hidden_size}; capture them again with this verifier"
+        )
     if tuple(found.layer_ids) != tuple(draft.target_layer_ids):
         raise ConfigError(
             f"the hidden-states source captures layers {list(found.layer_ids)}, but the draft reads {draft.target_layer_ids}; "

@@ -327,7 +327,8 @@ class Trainer:
         number = store.next_number()
         best = number if improved else self.position.best_number
         changes = {"best_number": best, "saved": [*self.position.saved, number], "seconds": self.seconds()}
-        extra = {"train_command.txt": command_record(self.config)}
+        states = json.dumps(self.feeder.source.description.to_json(), indent=1)
+        extra = {"train_command.txt": command_record(self.config), "hidden_states.json": states}
         if validation:
             extra["val_metrics.json"] = json.dumps(validation, indent=1)
         form: Any = {"dtype": getattr(torch, settings.checkpoint_dtype), "include_embeddings": settings.checkpoint_embeddings}

@@ -16,7 +16,7 @@ from torch import Tensor
 from speculators.data.rows import Row
 from speculators.errors import VerifierError
 from speculators.verifiers.loading import Verifier
-from speculators.verifiers.source import HiddenStateSource
+from speculators.verifiers.source import CachedSource, HiddenStates, HiddenStateSource, TellsNextTokens
 
 __all__ = ["SelfCheck", "check_source", "check_states"]
 
@@ -30,6 +30,9 @@ STORED_TOLERANCES = {"float16": 1e-2, "fp8": 0.25}
 
 #: Positions compared; their logits over the whole vocabulary are held at once.
 MAX_POSITIONS = 32
+
+#: Most tokens of the row, and most probable ids per position that a source is asked for; vLLM tells at most 20.
+MAX_TOKENS, WITNESSED_IDS = 512, 20
 
 
 class FullHead(Protocol):
@@ -53,20 +56,61 @@ class SelfCheck:
     tolerance: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Witnessed:
+    """Probabilities that are known to be the verifier's.
+
+    ``ids`` is ``[P, k]``, or None where ``probabilities`` are of the whole vocabulary, ``[P, V]``.
+    """
+
+    positions: Tensor
+    ids: Tensor | None
+    probabilities: Tensor
+
+    def difference(self, logits: Tensor) -> float:
+        """Largest difference to the probabilities that ``logits`` ``[P, V]`` give."""
+        found = logits.double().softmax(dim=-1).cpu()
+        if self.ids is not None:
+            found = found.gather(1, self.ids)
+        return float((found - self.probabilities).abs().max())
+
+
 @torch.no_grad()
-def check_source(source: HiddenStateSource, head: FullHead, verifier: Verifier, rows: Sequence[Row]) -> SelfCheck:
+def check_source(
+    source: HiddenStateSource,
+    head: FullHead,
+    verifier: Verifier | None,
+    rows: Sequence[Row],
+    context_length: int | None = None,
+) -> SelfCheck:
     """Check the first row that has at least two tokens, asked of the source in a call of its own.
 
+    :param verifier: compared with in full where it is loaded; None: the source itself tells what its verifier predicts, which
+        shows what lies between the verifier and here (layers, norm, order, transport, head), though not that it is the right
+        verifier.
+    :param context_length: most tokens that may be asked for, if ``verifier`` is None.
     :raises VerifierError: the rebuilt distribution is not the verifier's; the sentence says which reading would be.
     """
-    row = next((row for row in rows if len(row) > 1), None)
-    if row is None:
-        raise VerifierError("no row has two tokens, so hidden states cannot be checked; prepare the data again")
-    length = min(len(row), 512 if verifier.context_length is None else verifier.context_length)
-    row = Row(row.row_id, row.input_ids[:length], row.loss_mask[:length])
-    final = source.fetch([row])[0].final
+    limit = min(MAX_TOKENS, (context_length if verifier is None else verifier.context_length) or MAX_TOKENS)
+    row, states = _first_states(source, rows, limit)
     found = source.description
-    return check_states(final, row, head, verifier, pre_norm=found.final_state == "pre_norm", precision=found.precision)
+    pre_norm = found.final_state == "pre_norm"
+    if verifier is not None:
+        return check_states(states.final, row, head, verifier, pre_norm=pre_norm, precision=found.precision)
+    witness = source
+    while isinstance(witness, CachedSource):
+        witness = witness.source
+    if not isinstance(witness, TellsNextTokens):
+        raise VerifierError("the hidden-states source does not tell what its verifier predicts; load the verifier to check it")
+    told = witness.next_tokens(row, _positions(len(row)).tolist(), WITNESSED_IDS)
+    if not len(told.positions):
+        raise VerifierError(
+            f"the hidden-states source tells nothing of what its verifier predicts for row {row.row_id}; start its server "
+            "with a longer --max-model-len, or fill the store again"
+        )
+    witnessed = _Witnessed(told.positions, told.ids, told.logprobs.double().exp())
+    tolerance = _tolerance(states.final, found.precision)
+    return _compare(states.final, row.row_id, head, witnessed, pre_norm=pre_norm, tolerance=tolerance)
 
 
 @torch.no_grad()
@@ -79,24 +123,52 @@ def check_states(
     :param precision: as of :class:`~speculators.verifiers.source.StatesDescription`.
     :raises VerifierError: see :func:`check_source`.
     """
-    # Spread over the row: a wrong norm shows at any position, wrong tokens only after the first of them.
-    positions = torch.linspace(0, len(row) - 1, min(MAX_POSITIONS, len(row))).long().unique()
+    positions = _positions(len(row))
     ids = torch.tensor(row.input_ids, device=verifier.device).view(1, -1)
     with verifier.lock:
         own = verifier.logits(ids, keep=positions.to(verifier.device))[0]
-    expected = own.double().softmax(dim=-1).cpu()
+    witnessed = _Witnessed(positions, None, own.double().softmax(dim=-1).cpu())
+    tolerance = _tolerance(final, precision) if final.dtype == verifier.dtype else COARSE_TOLERANCE
+    return _compare(final, row.row_id, head, witnessed, pre_norm=pre_norm, tolerance=tolerance)
+
+
+def _first_states(source: HiddenStateSource, rows: Sequence[Row], limit: int) -> tuple[Row, HiddenStates]:
+    """The first row that can be checked, cut to ``limit`` tokens, and its states."""
+    told = getattr(source, "probed_rows", None)
+    if told is not None:  # a store can be checked by the rows whose predictions were recorded
+        rows = [row for row in rows if row.row_id in told] or rows
+    checkable = [row for row in rows if len(row) > 1]
+    if not checkable:
+        raise VerifierError("no row has two tokens, so hidden states cannot be checked; prepare the data again")
+    for row in checkable:
+        cut = Row(row.row_id, row.input_ids[:limit], row.loss_mask[:limit])
+        answer = source.fetch([cut])
+        if answer:
+            return cut, answer[0]
+    raise VerifierError(f"the hidden-states source has no states for any of {len(checkable)} rows; make them first")
+
+
+def _positions(length: int) -> Tensor:
+    """Spread over the row: a wrong norm shows at any position, wrong tokens only after the first of them."""
+    return torch.linspace(0, length - 1, min(MAX_POSITIONS, length)).long().unique()
+
+
+def _tolerance(final: Tensor, precision: str | None) -> float:
+    return max(TOLERANCES.get(final.dtype, COARSE_TOLERANCE), STORED_TOLERANCES.get(precision or "", 0.0))
+
+
+def _compare(
+    final: Tensor, row_id: int, head: FullHead, witnessed: _Witnessed, *, pre_norm: bool, tolerance: float
+) -> SelfCheck:
     weight_device = next(iter(head.buffers()), final).device if isinstance(head, torch.nn.Module) else final.device
-    states = final[positions.to(final.device)].to(weight_device)
+    states = final[witnessed.positions.to(final.device)].to(weight_device)
 
     def difference(candidate: Tensor) -> float:
-        rebuilt = head.full_logits(candidate).double().softmax(dim=-1).cpu()
-        return float((rebuilt - expected).abs().max())
+        return witnessed.difference(head.full_logits(candidate))
 
-    tolerance = TOLERANCES.get(final.dtype, COARSE_TOLERANCE) if final.dtype == verifier.dtype else COARSE_TOLERANCE
-    tolerance = max(tolerance, STORED_TOLERANCES.get(precision or "", 0.0))
     found = difference(head.normalize(states) if pre_norm else states)
     if found <= tolerance:
-        return SelfCheck(row.row_id, len(positions), found, tolerance)
+        return SelfCheck(row_id, len(witnessed.positions), found, tolerance)
     can_compare = pre_norm or head.can_normalize
     if can_compare and difference(states if pre_norm else head.normalize(states)) <= tolerance:
         truth = "after" if pre_norm else "before"
@@ -104,6 +176,6 @@ def check_states(
     else:
         hint = "they come from another verifier or another layer: capture them again with this one"
     raise VerifierError(
-        f"the hidden states of row {row.row_id} do not rebuild the verifier's next-token probabilities "
+        f"the hidden states of row {row_id} do not rebuild the verifier's next-token probabilities "
         f"(largest difference {found:.2g}, allowed {tolerance:.2g}); {hint}"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,15 @@ from speculators.data.rows import Row
 from speculators.errors import ConfigError, DataError
 from speculators.verifiers.grouping import length_groups
 
-__all__ = ["CachedSource", "HiddenStateSource", "HiddenStates", "StatesDescription", "length_groups"]
+__all__ = [
+    "CachedSource",
+    "HiddenStateSource",
+    "HiddenStates",
+    "NextTokens",
+    "StatesDescription",
+    "TellsNextTokens",
+    "length_groups",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +98,39 @@ class NextTokens:
 
 
 class HiddenStateSource(Protocol):
-    """Where hidden states come from."""
+    """Where hidden states come from.
+
+    A source that several threads may ask at once says how many make sense as ``concurrency``; one that can be asked for a
+    row again at no price is true in ``keeps_states``; one that can tell the verifier's own predictions is a
+    :class:`TellsNextTokens`.
+    """
 
     @property
     def description(self) -> StatesDescription: ...
 
     def fetch(self, rows: Sequence[Row]) -> list[HiddenStates]:
-        """States of ``rows``, in their order. In bits, they depend on nothing but the rows of this call."""
+        """States of ``rows``, in their order; a row that the source is allowed to have no states for is left out.
+
+        The bits depend on nothing but the rows of this call, except from a live server.
+        """
         ...
 
     def close(self) -> None:
         """Release what the source holds; it is not used afterwards."""
+        ...
+
+
+@runtime_checkable
+class TellsNextTokens(Protocol):
+    """A source that knows what the verifier itself predicts: the witness of the check at the start of a training."""
+
+    def next_tokens(self, row: Row, positions: Sequence[int], count: int) -> NextTokens:
+        """The ``count`` most probable next tokens at ``positions`` of a row.
+
+        The answer says of which positions it tells: a store knows those that were recorded.
+
+        :raises SpeculatorsError: when it knows of none.
+        """
         ...
 
 
@@ -140,6 +170,16 @@ class CachedSource:
     @property
     def description(self) -> StatesDescription:
         return self._source.description
+
+    @property
+    def concurrency(self) -> int:
+        """Calls of :meth:`fetch` that make sense at once."""
+        return 1 if self.caching else int(getattr(self._source, "concurrency", 1))
+
+    @property
+    def source(self) -> HiddenStateSource:
+        """Where the states come from that are not kept yet."""
+        return self._source
 
     @property
     def keeps_states(self) -> bool:

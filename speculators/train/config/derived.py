@@ -226,5 +226,5 @@ def check_runnable(config: TrainConfig) -> None:
     if config.speculator_type not in BUILT_FAMILIES:
         built = " or ".join(BUILT_FAMILIES)
         raise ConfigError(f"--speculator-type {config.speculator_type} cannot be trained by this version yet; use {built}")
-    if config.data.hidden_states != "transformers":
-        raise ConfigError(f"--hidden-states {config.data.hidden_states} is not built yet; use --hidden-states transformers")
+    if config.data.hidden_states == "ray":
+        raise ConfigError("--hidden-states ray is not built yet; use transformers, vllm or store")

@@ -90,12 +90,17 @@ class MTPSettings(Group):
 
 
 class BackendSettings(Group):
-    """Where a vLLM server leaves its hidden states."""
+    """Where hidden states lie: those that a vLLM server leaves, and those of a store."""
 
-    hidden_states_path: str | None = setting(None, "Folder of states [DATA_PATH/hidden_states].", source="vllm")
-    mooncake_master: str = setting("127.0.0.1:50051", "Mooncake master.", source="vllm")
-    mooncake_metadata_server: str = setting("P2PHANDSHAKE", "Mooncake metadata server.", source="vllm")
-    mooncake_protocol: Literal["tcp", "rdma"] = setting("tcp", "Mooncake transport.", source="vllm")
-    mooncake_device: str = setting("", "Network device of rdma.", source="vllm")
-    mooncake_global_segment_gib: float = setting(4.0, "Shared segment in GiB.", source="vllm", gt=0.0)
-    mooncake_local_buffer_gib: float = setting(2.0, "Local buffer in GiB.", source="vllm", gt=0.0)
+    hidden_states_path: str | None = setting(
+        None, "Folder of states [DATA_PATH/hidden_states].", sources=("vllm", "store"), cosmetic=True
+    )
+    store_source: Literal["transformers", "vllm", "none"] = setting(
+        "transformers", "What makes states that a store lacks or holds damaged.", sources=("store",), own=True, cosmetic=True
+    )
+    mooncake_master: str = setting("127.0.0.1:50051", "Mooncake master.", sources=("vllm",))
+    mooncake_metadata_server: str = setting("P2PHANDSHAKE", "Mooncake metadata server.", sources=("vllm",))
+    mooncake_protocol: Literal["tcp", "rdma"] = setting("tcp", "Mooncake transport.", sources=("vllm",))
+    mooncake_device: str = setting("", "Network device of rdma.", sources=("vllm",))
+    mooncake_global_segment_gib: float = setting(4.0, "Shared segment in GiB.", sources=("vllm",), gt=0.0)
+    mooncake_local_buffer_gib: float = setting(2.0, "Local buffer in GiB.", sources=("vllm",), gt=0.0)

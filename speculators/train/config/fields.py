@@ -28,7 +28,7 @@ class SettingInfo:
     :param families: speculator types that use it; None for all.
     :param shaping: it shapes the draft decoder, so it contradicts ``--from-pretrained``.
     :param own: it is not an upstream flag.
-    :param source: the hidden-states source that uses it; None for all.
+    :param sources: the hidden-states sources that use it; None for all.
     :param cosmetic: it cannot change any loss, so a resumed run may change it; what paths lead to is compared elsewhere
         (:meth:`~speculators.train.run_folder.TrainingFolder.check_identity`).
     """
@@ -36,7 +36,7 @@ class SettingInfo:
     families: tuple[str, ...] | None = None
     shaping: bool = False
     own: bool = False
-    source: str | None = None
+    sources: tuple[str, ...] | None = None
     cosmetic: bool = False
 
 
@@ -47,12 +47,12 @@ def setting(
     families: tuple[str, ...] | None = None,
     shaping: bool = False,
     own: bool = False,
-    source: str | None = None,
+    sources: tuple[str, ...] | None = None,
     cosmetic: bool = False,
     **constraints: Any,
 ) -> Any:
     """A pydantic field with a :class:`SettingInfo`; ``constraints`` are pydantic's (``ge``, ``gt``, ...)."""
-    info = SettingInfo(families=families, shaping=shaping, own=own, source=source, cosmetic=cosmetic)
+    info = SettingInfo(families=families, shaping=shaping, own=own, sources=sources, cosmetic=cosmetic)
     field: FieldInfo
     if isinstance(default, list):
         field = Field(default_factory=lambda: list(default), description=description, **constraints)

@@ -252,6 +252,9 @@ def _warn_of_other_families(config: TrainConfig) -> None:
     """Warn of settings that the chosen family, or the chosen source of hidden states, does not use."""
     family = config.speculator_type
     unused_groups: list[str] = []
+    used: set[str] = {config.data.hidden_states}
+    if config.data.hidden_states == "store":
+        used.add(config.backend.store_source)
     for group, name, field in TrainConfig.settings():
         if not config.given(name):
             continue
@@ -262,7 +265,7 @@ def _warn_of_other_families(config: TrainConfig) -> None:
         info = setting_info(field)
         if info.families is not None and family not in info.families:
             _warn(f"speculator type '{family}' does not use {flag_name(name)} (it is for {', '.join(info.families)}); ignored")
-        if info.source is not None and info.source != config.data.hidden_states:
+        if info.sources is not None and not used.intersection(info.sources):
             _warn(f"{flag_name(name)} has no effect with --hidden-states {config.data.hidden_states}; ignored")
     for group in unused_groups:
         _warn(f"speculator type '{family}' does not use the '{group}' algorithm group; its settings are ignored")

@@ -126,10 +126,12 @@ class DataSettings(Group):
 
     data_path: str = setting("./output", "Folder of prepared rows.", cosmetic=True)
     hidden_states: Literal["transformers", "vllm", "ray", "store"] = setting(
-        "transformers", "Source of hidden states: the verifier in this process with transformers.", own=True
+        "transformers",
+        "Source of hidden states: the verifier in this process, live vLLM servers, or a store on the disk.",
+        own=True,
     )
     hidden_states_backend: Literal["file", "fp8", "mooncake"] = setting(
-        "file", "How a vLLM server hands over hidden states.", source="vllm"
+        "file", "How a vLLM server hands over hidden states.", sources=("vllm",)
     )
     final_state: Literal["pre_norm", "post_norm"] | None = setting(
         None, "Verifier's last state before or after its final norm [the source's own].", own=True
@@ -169,15 +171,23 @@ class DataSettings(Group):
 class GenerationSettings(Group):
     """A live vLLM server that makes hidden states."""
 
-    vllm_endpoint: str = setting("http://localhost:8000/v1", "Address of the server.", source="vllm")
-    on_missing: Literal["generate", "skip", "warn", "raise"] = setting(
-        "generate", "What to do with a row without hidden states.", source="vllm"
+    vllm_endpoint: str = setting(
+        "http://localhost:8000/v1", "Addresses of the servers, separated by commas.", sources=("vllm",), cosmetic=True
     )
-    on_generate: Literal["cache", "delete"] = setting("delete", "Keep or delete generated states.", source="vllm")
-    request_timeout: float = setting(120, "Seconds to wait for a request.", source="vllm", gt=0)
-    max_retries: int = setting(3, "Tries of a failed request.", source="vllm", ge=0)
-    generation_validation_retries: int = setting(2, "Whole repeats after states that do not check.", source="vllm", ge=0)
-    max_consecutive_generation_failures: int = setting(20, "Failures in a row before giving up.", source="vllm", ge=1)
+    on_missing: Literal["generate", "skip", "warn", "raise"] = setting(
+        "generate", "What to do with a row without hidden states.", sources=("vllm", "store")
+    )
+    on_generate: Literal["cache", "delete"] = setting(
+        "delete", "Keep or delete generated states.", sources=("vllm",), cosmetic=True
+    )
+    request_timeout: float = setting(120, "Seconds to wait for a request.", sources=("vllm",), cosmetic=True, gt=0)
+    max_retries: int = setting(3, "Tries of a failed request.", sources=("vllm",), cosmetic=True, ge=0)
+    generation_validation_retries: int = setting(
+        2, "Whole repeats after states that do not check.", sources=("vllm",), cosmetic=True, ge=0
+    )
+    max_consecutive_generation_failures: int = setting(
+        20, "Failures in a row before giving up.", sources=("vllm",), cosmetic=True, ge=1
+    )
 
 
 class LossSettings(Group):
