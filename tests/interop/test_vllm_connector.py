@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -196,6 +197,26 @@ def test_the_plugin_is_found_and_has_nothing_to_do(modules):
             [str(peer_python("vllm")), "-c", script], env=variables, cwd=modules, capture_output=True, text=True, check=True
         )
         assert done.stdout.split()[-1] == applied
+
+
+def test_the_librarys_wheel_carries_the_connectors_modules(tmp_path):
+    """Built and looked into, where only the wheel is."""
+    repository = Path(__file__).parents[2]
+    for name in ("speculators", "integrations", "pyproject.toml", "setup.py", "README.md", "MANIFEST.in", "LICENSE"):
+        subprocess.run(["cp", "-r", str(repository / name), str(tmp_path)], check=True)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "out", tmp_path]
+    subprocess.run([str(part) for part in build], check=True, capture_output=True)
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    carried = tmp_path / "site" / "speculators" / "vllm_server" / "modules" / "speculators_vllm_connector"
+    source = connector_folder() / "speculators_vllm_connector"
+    assert {file.name for file in carried.iterdir()} == {file.name for file in source.glob("*.py")}
+    assert not (tmp_path / "site" / "integrations").exists()
+    script = "from speculators.vllm_server.command import connector_folder; print(connector_folder())"
+    variables = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run([sys.executable, "-c", script], env=variables, cwd="/", capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == carried.parent
 
 
 def test_launch_vllm_from_start_to_stop(smollm, reference, tmp_path):

@@ -7,6 +7,7 @@
 import json
 import os
 import signal
+import socketserver
 import subprocess
 import sys
 import time
@@ -20,6 +21,10 @@ PROBE = {
     "shutdown_timeout": True,
     "prefix": sys.prefix,
 }
+
+
+class Server(ThreadingHTTPServer):
+    server_bind = socketserver.TCPServer.server_bind  # HTTP's own asks the network for this machine's name
 
 
 class Health(BaseHTTPRequestHandler):
@@ -49,7 +54,7 @@ def serve(arguments):
         time.sleep(600)
     if mode == "slow":
         time.sleep(0.5)
-    ThreadingHTTPServer(("127.0.0.1", port), Health).serve_forever()
+    Server(("127.0.0.1", port), Health).serve_forever()
 
 
 if __name__ == "__main__":

@@ -98,11 +98,11 @@ def test_announced_shapes_are_those_of_the_tensors(encoding):
 def test_the_verifiers_hash_is_the_librarys(tmp_path):
     from transformers import LlamaConfig
 
-    from speculators.verifiers.loading import _hash
+    from speculators.verifiers import loading
 
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=16)
     config.save_pretrained(tmp_path)
     (tmp_path / "b.safetensors").write_bytes(b"123")
     (tmp_path / "a.safetensors").write_bytes(b"1")
-    assert verifier_hash(str(tmp_path)) == _hash(str(tmp_path), config)
+    assert verifier_hash(str(tmp_path)) == loading.verifier_hash(str(tmp_path), config)
     assert verifier_hash("org/model") is None
