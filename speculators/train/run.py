@@ -31,14 +31,16 @@ from speculators.train.families import family_of
 from speculators.train.precision import Precision, choose_precision
 from speculators.train.results import OnStep, TrainResult
 from speculators.train.run_folder import TrainingFolder
-from speculators.train.sources import SourceOpener
+from speculators.train.sources import GIB, SourceOpener
 from speculators.train.trainer import Trainer
 from speculators.train.vocabulary import choose_mapping, choose_mask_token
 from speculators.verifiers.facts import VerifierFacts, describe_verifier
+from speculators.verifiers.flow import FlowMeter
 from speculators.verifiers.loading import Verifier, load_verifier
+from speculators.verifiers.prefetching import prefetch
 from speculators.verifiers.query_keys import query_key_scales
 from speculators.verifiers.self_check import check_source
-from speculators.verifiers.source import HiddenStateSource, length_groups
+from speculators.verifiers.source import CachedSource, HiddenStateSource
 
 __all__ = ["train"]
 
@@ -100,6 +102,8 @@ def train(
             main_first(accelerator, lambda: save_draft(draft, folder.path, torch.bfloat16, embeddings))
             return TrainResult("finished", 0, 0, checkpoint=folder.path)
         if source is None:
+            if config.data.hidden_states == "ray" and config.ray.ray_address is None and accelerator.num_processes > 1:
+                raise ConfigError("several processes of a training share a Ray cluster: start one and pass --ray-address auto")
             opener = SourceOpener(
                 config,
                 split.dataset,
@@ -249,16 +253,26 @@ def _check_source(config: TrainConfig, source: HiddenStateSource, draft: Any, fa
         )
 
 
-def _capture(source: Any, split: _Split, config: TrainConfig, shown: bool) -> None:
+def _capture(source: HiddenStateSource, split: _Split, config: TrainConfig, shown: bool) -> None:
     """Fill a caching source before the first step, in the groups it captures anyway, with a bar that shows the time left."""
-    if not getattr(source, "caching", False):
+    if not isinstance(source, CachedSource) or not source.caching:
         return
-    lengths = [int(length) for length in split.cut.lengths]
-    with bar("Capturing hidden states", sum(lengths), shown=shown) as done:
+    groups = source.missing_groups
+    requests = ([split.cut[row_id] for row_id in group] for group in groups)
+    workers = min(source.source_concurrency, config.data.num_workers or 1)
+    answers = prefetch(
+        source.source,
+        requests,
+        depth=2 * workers,
+        max_bytes=config.data.in_flight_gib * GIB,
+        workers=workers,
+        meter=FlowMeter(),
+    )
+    with bar("Capturing hidden states", int(split.cut.lengths.sum()), shown=shown) as done:
         tokens = 0
-        for group in length_groups(lengths, config.data.capture_batch_tokens):
-            source.fetch([split.cut[row_id] for row_id in group])
-            tokens += sum(lengths[row_id] for row_id in group)
+        for group, answer in zip(groups, answers):
+            source.keep(group, answer)
+            tokens += sum(int(split.cut.lengths[row_id]) for row_id in group)
             done.update(tokens)
 
 

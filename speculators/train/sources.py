@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from speculators.data import CutRows, RowDataset
 from speculators.errors import ConfigError
@@ -16,6 +17,7 @@ from speculators.verifiers.source import CachedSource, HiddenStateSource
 from speculators.verifiers.store import StoreSource
 from speculators.verifiers.transformers_source import TransformersSource
 from speculators.verifiers.vllm import VllmSettings, VllmSource
+from speculators.verifiers.vllm.settings import MooncakeSettings
 
 __all__ = ["SourceOpener", "states_folder", "vllm_settings"]
 
@@ -33,7 +35,7 @@ def vllm_settings(config: TrainConfig, *, always: bool = False) -> VllmSettings:
 
     :param always: ask the servers whatever ``--on-missing`` says, as when states are made for a store.
     """
-    generation = config.generation
+    generation, backend = config.generation, config.backend
     return VllmSettings(
         endpoint=generation.vllm_endpoint,
         backend=config.data.hidden_states_backend,
@@ -44,6 +46,14 @@ def vllm_settings(config: TrainConfig, *, always: bool = False) -> VllmSettings:
         max_retries=generation.max_retries,
         validation_retries=generation.generation_validation_retries,
         max_consecutive_failures=generation.max_consecutive_generation_failures,
+        mooncake=MooncakeSettings(
+            master=backend.mooncake_master,
+            metadata_server=backend.mooncake_metadata_server,
+            protocol=backend.mooncake_protocol,
+            device=backend.mooncake_device,
+            global_segment_gib=backend.mooncake_global_segment_gib,
+            local_buffer_gib=backend.mooncake_local_buffer_gib,
+        ),
     )
 
 
@@ -92,8 +102,33 @@ class SourceOpener:
     def _live(self) -> HiddenStateSource:
         """A source that runs the verifier."""
         data, wanted = self.config.data, wanted_final_state(self.config)
+        if data.hidden_states == "ray":
+            return self._ray(wanted or "post_norm")
         if data.hidden_states == "transformers":
             return TransformersSource(self.load(), self.layer_ids, wanted or "post_norm", data.capture_batch_tokens)
         if wanted == "post_norm":
             raise ConfigError("vLLM gives the verifier's last state before its final norm; drop --final-state post_norm")
         return VllmSource(vllm_settings(self.config), self.layer_ids, self.facts)
+
+    def _ray(self, final_state: Literal["pre_norm", "post_norm"]) -> HiddenStateSource:
+        from speculators.verifiers.rollout import RaySource, RolloutSettings
+
+        ray, verifier = self.config.ray, self.config.verifier
+        settings = RolloutSettings(
+            workers=ray.ray_rollout_workers,
+            cpus=ray.ray_rollout_cpus,
+            gpus=ray.ray_rollout_gpus,
+            resources=ray.ray_rollout_resources,
+            transfer_dtype=ray.ray_transfer_dtype,
+            max_restarts=ray.ray_max_restarts,
+            request_timeout=self.config.generation.request_timeout,
+        )
+        return RaySource(
+            verifier.verifier_name_or_path,
+            self.layer_ids,
+            final_state,
+            self.config.data.capture_batch_tokens,
+            address=ray.ray_address,
+            settings=settings,
+            trust_remote_code=verifier.trust_remote_code,
+        )

@@ -174,7 +174,12 @@ class CachedSource:
     @property
     def concurrency(self) -> int:
         """Calls of :meth:`fetch` that make sense at once."""
-        return 1 if self.caching else int(getattr(self._source, "concurrency", 1))
+        return 1 if self.caching else self.source_concurrency
+
+    @property
+    def source_concurrency(self) -> int:
+        """Calls of :attr:`source` that make sense at once."""
+        return max(1, int(getattr(self._source, "concurrency", 1)))
 
     @property
     def source(self) -> HiddenStateSource:
@@ -202,6 +207,17 @@ class CachedSource:
                 self._cache.update((states.row_id, states) for states in self._source.fetch(group))
                 self._asked.add(index)
             return [self._cache[row.row_id].first(len(row)) for row in rows if row.row_id in self._cache]
+
+    @property
+    def missing_groups(self) -> list[list[int]]:
+        """Row ids that are asked for together and have not been yet, if all states are kept."""
+        return [group for index, group in enumerate(self._groups) if index not in self._asked]
+
+    def keep(self, group: Sequence[int], states: Sequence[HiddenStates]) -> None:
+        """Keep what :attr:`source` gave for one of :attr:`missing_groups`."""
+        with self._lock:
+            self._cache.update((one.row_id, one) for one in states)
+            self._asked.add(self._group_of[group[0]])
 
     def _holds(self, row: Row) -> bool:
         return row.row_id in self._group_of and len(row) <= len(self._dataset[row.row_id])

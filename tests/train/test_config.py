@@ -131,9 +131,17 @@ def test_families_not_built_are_refused_by_name(family: str) -> None:
     assert refused.value.exit_code == 2
 
 
-def test_parts_not_built_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="--hidden-states ray is not built yet"):
-        check_runnable(TrainConfig.from_flat(hidden_states="ray", speculator_type="dspark", verifier_name_or_path="v"))
+def test_settings_of_another_source_are_named() -> None:
+    given = {"hidden_states": "store", "speculator_type": "dspark", "verifier_name_or_path": "v", "ray_max_restarts": 3}
+    with pytest.warns(UserWarning, match="--ray-max-restarts has no effect with --hidden-states store"):
+        TrainConfig.from_flat(given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TrainConfig.from_flat({**given, "hidden_states": "ray"})
+        # A store whose gaps are filled by servers has the servers' settings.
+        servers = {"store_source": "vllm", "vllm_endpoint": "http://localhost:1/v1"}
+        del given["ray_max_restarts"]
+        TrainConfig.from_flat({**given, **servers})
 
 
 def test_a_draft_to_go_on_with_brings_its_rope() -> None:

@@ -210,7 +210,7 @@ def test_bad_settings_exit_with_2_and_one_line(folder: Path, capsys: pytest.Capt
     for arguments, words in (
         (["--speculator-type", "dflash2"], "--speculator-type dflash2 cannot be trained by this version yet"),
         (["--epochs", "0"], "--epochs"),
-        (["--hidden-states", "ray"], "--hidden-states ray is not built yet"),
+        (["--hidden-states", "store"], "hidden_states"),
         (["--verifier-name-or-path", "nowhere", "--save-path", "new"], "nowhere"),
         (["--data-path", "nowhere", "--save-path", "new"], "nowhere holds no data set"),
     ):

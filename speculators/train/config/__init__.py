@@ -8,6 +8,7 @@ from speculators.train.config.families import (
     DSparkSettings,
     MTPSettings,
     PEagleSettings,
+    RaySettings,
     XPressSettings,
 )
 from speculators.train.config.model import TrainConfig
@@ -37,6 +38,7 @@ __all__ = [
     "MTPSettings",
     "OptimizerSettings",
     "PEagleSettings",
+    "RaySettings",
     "SchedulerSettings",
     "TrainConfig",
     "TrainerSettings",

@@ -226,5 +226,3 @@ def check_runnable(config: TrainConfig) -> None:
     if config.speculator_type not in BUILT_FAMILIES:
         built = " or ".join(BUILT_FAMILIES)
         raise ConfigError(f"--speculator-type {config.speculator_type} cannot be trained by this version yet; use {built}")
-    if config.data.hidden_states == "ray":
-        raise ConfigError("--hidden-states ray is not built yet; use transformers, vllm or store")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from speculators.train.config.fields import Group, setting
+from pydantic import field_validator
+
+from speculators.train.config.fields import Group, mapping_of_text, setting
 
 __all__ = [
     "FAMILY_GROUPS",
@@ -14,6 +16,7 @@ __all__ = [
     "DSparkSettings",
     "MTPSettings",
     "PEagleSettings",
+    "RaySettings",
     "XPressSettings",
 ]
 
@@ -104,3 +107,39 @@ class BackendSettings(Group):
     mooncake_device: str = setting("", "Network device of rdma.", sources=("vllm",))
     mooncake_global_segment_gib: float = setting(4.0, "Shared segment in GiB.", sources=("vllm",), gt=0.0)
     mooncake_local_buffer_gib: float = setting(2.0, "Local buffer in GiB.", sources=("vllm",), gt=0.0)
+
+
+class RaySettings(Group):
+    """A rollout on a Ray cluster: actors that run the verifier, wherever there is room."""
+
+    ray_address: str | None = setting(
+        None,
+        "Cluster to join: auto for this machine's, or host:port; starts Ray on this machine when not given.",
+        sources=("ray",),
+        own=True,
+        cosmetic=True,
+    )
+    ray_rollout_workers: int | None = setting(
+        None,
+        "Actors [as many as the cluster has room for, and more when it grows].",
+        sources=("ray",),
+        own=True,
+        cosmetic=True,
+        ge=1,
+    )
+    ray_rollout_cpus: float = setting(1.0, "Processors of each actor.", sources=("ray",), own=True, cosmetic=True, ge=0.0)
+    ray_rollout_gpus: float = setting(0.0, "GPUs of each actor.", sources=("ray",), own=True, cosmetic=True, ge=0.0)
+    ray_rollout_resources: dict[str, float] = setting(
+        {}, 'Further resources of each actor, as JSON: {"verifier": 1}.', sources=("ray",), own=True, cosmetic=True
+    )
+    ray_transfer_dtype: Literal["native", "bfloat16", "fp8"] = setting(
+        "native", "Form of the states on their way; native keeps the bits.", sources=("ray",), own=True
+    )
+    ray_max_restarts: int = setting(
+        20, "Actors that may be started in place of lost ones.", sources=("ray",), own=True, cosmetic=True, ge=0
+    )
+
+    @field_validator("ray_rollout_resources", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return mapping_of_text(value)

@@ -20,6 +20,7 @@ from speculators.train.config.families import (
     DSparkSettings,
     MTPSettings,
     PEagleSettings,
+    RaySettings,
     XPressSettings,
 )
 from speculators.train.config.fields import Group, setting
@@ -73,6 +74,7 @@ class TrainConfig(BaseModel):
     peagle: PEagleSettings = PEagleSettings()
     mtp: MTPSettings = MTPSettings()
     backend: BackendSettings = BackendSettings()
+    ray: RaySettings = RaySettings()
 
     _provenance: dict[str, Provenance] = PrivateAttr(default_factory=dict)
     _argv: tuple[str, ...] = PrivateAttr(default=())

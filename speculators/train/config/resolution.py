@@ -75,7 +75,7 @@ def _metavar(annotation: Any, name: str) -> str:
 
 def _add_flag(parser: Any, name: str, field: FieldInfo) -> None:
     default = field.get_default(call_default_factory=True)
-    shown = "" if default in (None, "", []) else f" (default: {default})"
+    shown = "" if default in (None, "", [], {}) else f" (default: {default})"
     text = f"{field.description or ''}{shown}".replace("%", "%%")
     kinds = _plain_types(field.annotation)
     if kinds == [bool]:

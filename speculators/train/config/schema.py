@@ -127,7 +127,7 @@ class DataSettings(Group):
     data_path: str = setting("./output", "Folder of prepared rows.", cosmetic=True)
     hidden_states: Literal["transformers", "vllm", "ray", "store"] = setting(
         "transformers",
-        "Source of hidden states: the verifier in this process, live vLLM servers, or a store on the disk.",
+        "Source of hidden states: the verifier in this process, live vLLM servers, actors on a Ray cluster, or a store.",
         own=True,
     )
     hidden_states_backend: Literal["file", "fp8", "mooncake"] = setting(
@@ -180,7 +180,7 @@ class GenerationSettings(Group):
     on_generate: Literal["cache", "delete"] = setting(
         "delete", "Keep or delete generated states.", sources=("vllm",), cosmetic=True
     )
-    request_timeout: float = setting(120, "Seconds to wait for a request.", sources=("vllm",), cosmetic=True, gt=0)
+    request_timeout: float = setting(120, "Seconds to wait for a request.", sources=("vllm", "ray"), cosmetic=True, gt=0)
     max_retries: int = setting(3, "Tries of a failed request.", sources=("vllm",), cosmetic=True, ge=0)
     generation_validation_retries: int = setting(
         2, "Whole repeats after states that do not check.", sources=("vllm",), cosmetic=True, ge=0
