@@ -216,7 +216,7 @@ class ListedSource:
             final = states_of(self.model, row.input_ids.tolist(), LAYERS)[2]
             before_norm = stream[:, -1]
             chosen = final if self.description.final_state == "post_norm" else before_norm
-            result.append(SimpleNamespace(features=stream[:, :-1], final=chosen))
+            result.append(SimpleNamespace(row_id=row.row_id, features=stream[:, :-1], final=chosen))
         return result
 
 

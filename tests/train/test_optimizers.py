@@ -17,7 +17,8 @@ from tests.train.helpers import loaded_verifier, settings, tiny_rows
 def draft(tmp_path_factory: pytest.TempPathFactory):
     folder: Path = tmp_path_factory.mktemp("draft")
     config = settings(folder, draft_vocab_size=24, markov_head_type="rnn")
-    return _draft(config, _split(config, tiny_rows(), None, None), loaded_verifier(folder))
+    verifier = loaded_verifier(folder)
+    return _draft(config, _split(config, tiny_rows(), None, None), verifier, lambda: verifier)
 
 
 def test_tables_and_single_rows_never_go_to_muon(draft) -> None:
