@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 #: Seconds between two looks for room, and from an actor's start to its first answer.
 _GROW_SECONDS = 5.0
 _START_SECONDS = 1800.0
+_PATIENCE = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +85,6 @@ class ActorPool:
         while True:
             with self._borrowed(tokens) as member:
                 try:
-                    self._make_ready(member)
                     return work(member)
                 except self._losses() as error:
                     self._lose(member, error)
@@ -135,26 +135,52 @@ class ActorPool:
 
     @contextmanager
     def _borrowed(self, tokens: int) -> Iterator[Member]:
-        self._grow()
-        with self._lock:
-            if self._closed or not self.members:
-                raise VerifierError(
-                    f"no actor of the rollout is left after {self.counts.restarts} restarts; see Ray's logs, raise "
-                    "--ray-max-restarts, and run the same command again, which goes on from the last checkpoint"
-                )
-            # One that is ready before one that loads, which would hold up the work.
-            member = min(self.members, key=lambda one: (one.process is None and one.tokens > 0, one.tokens))
-            member.tokens += tokens
+        member = self._least_busy(tokens)
         try:
             yield member
         finally:
             with self._lock:
                 member.tokens -= tokens
 
-    def _make_ready(self, member: Member) -> None:
-        if member.process is None:
-            description, process = self.get(member.ready, _START_SECONDS)
-            member.description, member.process = description, process
+    def _least_busy(self, tokens: int) -> Member:
+        """An actor that is ready; one that still waits for its place on the cluster gets no work that others could do."""
+        until = time.monotonic() + _START_SECONDS
+        while True:
+            self._grow()
+            self._settle()
+            with self._lock:
+                members = list(self.members)
+                ready = [member for member in members if member.process is not None]
+                if ready:
+                    member = min(ready, key=lambda one: one.tokens)
+                    member.tokens += tokens
+                    return member
+                if self._closed or not members:
+                    raise VerifierError(
+                        f"no actor of the rollout is left after {self.counts.restarts} restarts; see Ray's logs, raise "
+                        "--ray-max-restarts, and run the same command again, which goes on from the last checkpoint"
+                    )
+            if time.monotonic() > until:
+                raise VerifierError(
+                    f"no actor of the rollout has started in {_START_SECONDS:.0f} s; has the cluster room for "
+                    f"{self._need()}? See `ray status`"
+                )
+            self.ray.wait([member.ready for member in members], timeout=_PATIENCE)
+
+    def _settle(self) -> None:
+        """See which of those that were started are ready."""
+        with self._lock:
+            waiting = [member for member in self.members if member.process is None]
+        for member in waiting:
+            if not self.ray.wait([member.ready], timeout=0)[0]:
+                continue
+            try:
+                description, process = self.get(member.ready)
+            except self._losses() as error:
+                self._lose(member, error)
+                continue
+            with self._lock:
+                member.description, member.process = description, process
 
     def _add(self) -> None:
         handle = self.start()
