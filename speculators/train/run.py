@@ -39,7 +39,7 @@ from speculators.verifiers.flow import FlowMeter
 from speculators.verifiers.loading import Verifier, load_verifier
 from speculators.verifiers.prefetching import prefetch
 from speculators.verifiers.query_keys import query_key_scales
-from speculators.verifiers.self_check import check_source
+from speculators.verifiers.self_check import check_source, witness_of
 from speculators.verifiers.source import CachedSource, HiddenStateSource
 
 __all__ = ["train"]
@@ -73,7 +73,7 @@ def train(
 
     :param dataset: rows; read from ``--data-path`` when None.
     :param train_ids: row ids to train on; with ``val_ids`` (may be empty) they take the place of ``--train-data-ratio``.
-    :param verifier: a loaded :class:`~speculators.verifiers.loading.Verifier`; loaded when None.
+    :param verifier: a loaded :class:`~speculators.verifiers.loading.Verifier`; loaded when None and needed.
     :param source: hidden states of this verifier for the draft's layers; the one of ``--hidden-states`` when None.
     :param progress: show progress bars.
     :param on_step: called after every logged step, on the main process.
@@ -91,12 +91,15 @@ def train(
         main_first(accelerator, lambda: _open_folder(folder, config, stack))
         split = _split(config, dataset, train_ids, val_ids)
         path, trust = config.verifier.verifier_name_or_path, config.verifier.trust_remote_code
-        load = partial(load_verifier, path, device=accelerator.device, trust_remote_code=trust)
-        if verifier is None and source is None and config.data.hidden_states == "transformers":
+        load: Callable[[], Verifier] = partial(load_verifier, path, device=accelerator.device, trust_remote_code=trust)
+        in_process = config.data.hidden_states == "transformers" if source is None else witness_of(source) is None
+        if verifier is None and in_process:
             verifier = load()
+        if verifier is not None:
+            load = partial(_given, verifier)
         # States from elsewhere need no weights of the verifier here but those of its norm and head.
         facts = describe_verifier(path, trust) if verifier is None else verifier
-        draft = _draft(config, split, facts, load if verifier is None else lambda: verifier)
+        draft = _draft(config, split, facts, load)
         if config.dry_run:
             embeddings = config.trainer.checkpoint_embeddings
             main_first(accelerator, lambda: save_draft(draft, folder.path, torch.bfloat16, embeddings))
@@ -104,15 +107,7 @@ def train(
         if source is None:
             if config.data.hidden_states == "ray" and config.ray.ray_address is None and accelerator.num_processes > 1:
                 raise ConfigError("several processes of a training share a Ray cluster: start one and pass --ray-address auto")
-            opener = SourceOpener(
-                config,
-                split.dataset,
-                split.cut,
-                facts,
-                tuple(draft.target_layer_ids),
-                load if verifier is None else lambda: verifier,
-            )
-            source = opener.open()
+            source = SourceOpener(config, split.dataset, split.cut, facts, tuple(draft.target_layer_ids), load).open()
             stack.callback(source.close)
         _check_source(config, source, draft, facts)
         # With the norm where it can be rebuilt: the check then says whether states of the other kind would fit.
@@ -150,6 +145,10 @@ def train(
         finally:
             accelerator.end_training()
         return result
+
+
+def _given(verifier: Verifier) -> Verifier:
+    return verifier
 
 
 def _open_folder(folder: TrainingFolder, config: TrainConfig, stack: ExitStack) -> None:

@@ -18,7 +18,7 @@ from speculators.errors import VerifierError
 from speculators.verifiers.loading import Verifier
 from speculators.verifiers.source import CachedSource, HiddenStates, HiddenStateSource, TellsNextTokens
 
-__all__ = ["SelfCheck", "check_source", "check_states"]
+__all__ = ["SelfCheck", "check_source", "check_states", "witness_of"]
 
 #: Largest accepted difference of a probability. Rounding of float32 states gives about 1e-5, of bfloat16 about 1e-2.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -97,10 +97,8 @@ def check_source(
     pre_norm = found.final_state == "pre_norm"
     if verifier is not None:
         return check_states(states.final, row, head, verifier, pre_norm=pre_norm, precision=found.precision)
-    witness = source
-    while isinstance(witness, CachedSource):
-        witness = witness.source
-    if not isinstance(witness, TellsNextTokens):
+    witness = witness_of(source)
+    if witness is None:
         raise VerifierError("the hidden-states source does not tell what its verifier predicts; load the verifier to check it")
     told = witness.next_tokens(row, _positions(len(row)).tolist(), WITNESSED_IDS)
     if not len(told.positions):
@@ -130,6 +128,13 @@ def check_states(
     witnessed = _Witnessed(positions, None, own.double().softmax(dim=-1).cpu())
     tolerance = _tolerance(final, precision) if final.dtype == verifier.dtype else COARSE_TOLERANCE
     return _compare(final, row.row_id, head, witnessed, pre_norm=pre_norm, tolerance=tolerance)
+
+
+def witness_of(source: HiddenStateSource) -> TellsNextTokens | None:
+    """What tells the predictions of the source's verifier, if anything does."""
+    while isinstance(source, CachedSource):
+        source = source.source
+    return source if isinstance(source, TellsNextTokens) else None
 
 
 def _first_states(source: HiddenStateSource, rows: Sequence[Row], limit: int) -> tuple[Row, HiddenStates]:
