@@ -163,14 +163,17 @@ def test_what_is_aborted_or_never_fetched_does_not_stay(served):
         httpx.post(f"{served['address']}/v1/completions", json=body, timeout=1.5)
         pytest.fail("the answer came before it could be aborted")
     path = Path(ask(served, [1, 2, 3])["kv_transfer_params"]["hidden_states_path"])
-    fetchable = {"owner", path.name, f"{path.name}.lock"}
-    until = time.monotonic() + 10
-    while {entry.name for entry in own_folder(served).iterdir()} - fetchable and time.monotonic() < until:
-        time.sleep(0.1)
-    assert {entry.name for entry in own_folder(served).iterdir()} == fetchable
-    while path.exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert {entry.name for entry in own_folder(served).iterdir()} == {"owner"}
+    # The answer comes before the file: its writer holds the lock.
+    wait_for_names(served, {"owner", path.name, f"{path.name}.lock"})
+    wait_for_names(served, {"owner"})
+
+
+def wait_for_names(served: dict[str, Any], wanted: set[str]) -> None:
+    """Until the server's folder holds these entries and no others."""
+    until = time.monotonic() + 15
+    while (names := {entry.name for entry in own_folder(served).iterdir()}) != wanted:
+        assert time.monotonic() < until, f"{sorted(names)} are there, not {sorted(wanted)}"
+        time.sleep(0.05)
 
 
 def test_a_client_cannot_choose_where_states_are_written(served, tmp_path):
