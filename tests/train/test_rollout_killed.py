@@ -108,7 +108,7 @@ def test_nodes_that_leave_and_join_do_not_stop_a_training(
         assert exact(folder / "nodes")
         status = source.status()
         assert status["restarts"] >= 2
-        assert status["actors"] == 2
+        assert status["actors_alive"] == 2  # beside one that waits for a place, if Ray told late that a node was gone
     finally:
         source.close()
 
