@@ -16,7 +16,7 @@ from speculators.verifiers.flow import FlowMeter
 from speculators.verifiers.prefetching import fetch_in_turn, prefetch
 from speculators.verifiers.source import HiddenStates, HiddenStateSource
 
-__all__ = ["Answers", "Feeder"]
+__all__ = ["GIB", "Answers", "Feeder"]
 
 GIB = 1024**3
 

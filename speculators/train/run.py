@@ -28,10 +28,11 @@ from speculators.train.config.resolution import require_verifier
 from speculators.train.distributed import expand_placeholders, main_first, make_accelerator, noticing_lost_processes
 from speculators.train.drafts import DraftInputs, build_draft, checkpoint_config, save_draft, wanted_final_state
 from speculators.train.families import family_of
+from speculators.train.feeder import GIB
 from speculators.train.precision import Precision, choose_precision
 from speculators.train.results import OnStep, TrainResult
 from speculators.train.run_folder import TrainingFolder
-from speculators.train.sources import GIB, SourceOpener
+from speculators.train.sources import SourceOpener
 from speculators.train.trainer import Trainer
 from speculators.train.vocabulary import choose_mapping, choose_mask_token
 from speculators.verifiers.facts import VerifierFacts, describe_verifier

@@ -11,6 +11,7 @@ from speculators.data import CutRows, RowDataset
 from speculators.errors import ConfigError
 from speculators.train.config.model import TrainConfig
 from speculators.train.drafts import wanted_final_state
+from speculators.train.feeder import GIB
 from speculators.verifiers.facts import VerifierFacts
 from speculators.verifiers.loading import Verifier
 from speculators.verifiers.source import CachedSource, HiddenStateSource
@@ -20,8 +21,6 @@ from speculators.verifiers.vllm import VllmSettings, VllmSource
 from speculators.verifiers.vllm.settings import MooncakeSettings
 
 __all__ = ["SourceOpener", "states_folder", "vllm_settings"]
-
-GIB = 1024**3
 
 
 def states_folder(config: TrainConfig) -> Path:

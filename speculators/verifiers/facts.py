@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from speculators.data.tokenizers import load_tokenizer
 from speculators.errors import VerifierError
 from speculators.models.verifier_weights import read_verifier_config, text_config
-from speculators.verifiers.loading import CONTEXT_KEYS, verifier_hash
+from speculators.verifiers.loading import context_length_of, eos_ids_of, tokenizer_of, verifier_hash
 
 __all__ = ["VerifierFacts", "describe_verifier"]
 
@@ -46,25 +44,21 @@ def describe_verifier(path: str | os.PathLike[str], trust_remote_code: bool = Fa
         raise VerifierError(
             f"the config of {name} is not that of a language model ({error}); give a verifier's folder"
         ) from error
-    has_tokenizer = not Path(name).is_dir() or any(Path(name).glob("*token*"))
     return VerifierFacts(
-        tokenizer=load_tokenizer(name, trust_remote_code).tokenizer if has_tokenizer else None,
+        tokenizer=tokenizer_of(name, trust_remote_code),
         config=config,
         name=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
-        eos_ids=_eos_ids(name, text),
-        context_length=next((int(value) for key in CONTEXT_KEYS if (value := getattr(text, key, None))), None),
+        eos_ids=eos_ids_of(_generation_config(name), text),
+        context_length=context_length_of(text),
         hash=verifier_hash(name, config),
     )
 
 
-def _eos_ids(name: str, text: PretrainedConfig) -> tuple[int, ...]:
-    """Ids that end an answer: the generation config's, which knows end-of-turn tokens, else the model config's."""
+def _generation_config(name: str) -> GenerationConfig | None:
     try:
-        ids = GenerationConfig.from_pretrained(name).eos_token_id
+        return GenerationConfig.from_pretrained(name)
     except (OSError, ValueError):  # there need not be one
-        ids = None
-    ids = getattr(text, "eos_token_id", None) if ids is None else ids
-    return () if ids is None else tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
+        return None

@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Cache,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,7 +32,7 @@ from speculators.verifiers.structure import DecoderParts, cache_argument, decode
 __all__ = ["Verifier", "load_verifier"]
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
 
 @dataclass(eq=False)
@@ -128,14 +129,14 @@ def load_verifier(
     text = text_config(config)
     return Verifier(
         model=model,
-        tokenizer=_tokenizer(name, trust_remote_code),
+        tokenizer=tokenizer_of(name, trust_remote_code),
         config=config,
         name=name,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         num_layers=len(parts.layers),
-        eos_ids=_eos_ids(model, text),
-        context_length=next((int(value) for key in CONTEXT_KEYS if (value := getattr(text, key, None))), None),
+        eos_ids=eos_ids_of(getattr(model, "generation_config", None), text),
+        context_length=context_length_of(text),
         hash=verifier_hash(name, config),
         parts=parts,
         cache_argument=cache_argument(model),
@@ -175,15 +176,21 @@ def _model_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if type(config) in AutoModelForImageTextToText._model_mapping else AutoModelForCausalLM
 
 
-def _tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def tokenizer_of(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """The verifier's tokenizer; None for a folder without one."""
     if Path(name).is_dir() and not any(Path(name).glob("*token*")):
         return None
     return load_tokenizer(name, trust_remote_code).tokenizer
 
 
-def _eos_ids(model: PreTrainedModel, config: PretrainedConfig) -> tuple[int, ...]:
+def context_length_of(config: PretrainedConfig) -> int | None:
+    """Most tokens of prompt and answer; None when the config of the text model does not say."""
+    return next((int(value) for key in _CONTEXT_KEYS if (value := getattr(config, key, None))), None)
+
+
+def eos_ids_of(generation_config: GenerationConfig | None, config: PretrainedConfig) -> tuple[int, ...]:
     """Ids that end an answer: the generation config's, which knows end-of-turn tokens, else the model config's."""
-    for holder in (getattr(model, "generation_config", None), config):
+    for holder in (generation_config, config):
         ids = getattr(holder, "eos_token_id", None)
         if ids is not None:
             return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))

@@ -20,6 +20,7 @@ import httpx
 from speculators.errors import ConfigError, SpeculatorsError, VerifierError, last_line
 from speculators.verifiers.answering import Answer, Failure, Outcome, Question
 from speculators.verifiers.server_protocol import (
+    PASSING,
     Garbled,
     NoTokenIds,
     answer_of_chat,
@@ -34,9 +35,6 @@ __all__ = ["MAX_RETRIES", "REQUEST_SECONDS", "ServerEngine"]
 
 MAX_RETRIES = 3
 REQUEST_SECONDS = 1800.0
-
-#: Statuses that may pass: timeout, conflict, too early, too many requests; and all from 500 on.
-_PASSING = frozenset({408, 409, 425, 429})
 
 #: Failures one after the other, none of them a lost connection, after which no question can be expected to fare better.
 _HOPELESS = 20
@@ -261,7 +259,7 @@ class ServerEngine:
         except httpx.RequestError as error:
             raise _Passing(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
         status = response.status_code
-        if status in _PASSING or status >= 500:
+        if status in PASSING or status >= 500:
             raise _Passing(f"status {status}: {refusal_of(response.text)}", _retry_after(response))
         if status in (401, 403, 404):
             raise VerifierError(f"the server at {self.base} refuses {path} (status {status}: {refusal_of(response.text)})")

@@ -11,6 +11,7 @@ from speculators.errors import VerifierError
 from speculators.verifiers.answering import Answer, Question
 
 __all__ = [
+    "PASSING",
     "Garbled",
     "NoTokenIds",
     "answer_of_chat",
@@ -24,6 +25,9 @@ __all__ = [
 #: What upstream's users write behind the address.
 _PATHS = ("/chat/completions", "/completions", "/models", "/v1")
 
+
+#: Statuses that may pass: timeout, conflict, too early, too many requests; and all from 500 on.
+PASSING = frozenset({408, 409, 425, 429})
 
 #: Larger than the ids of any tokenizer.
 _ID_LIMIT = 1 << 31

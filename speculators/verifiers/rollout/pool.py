@@ -44,7 +44,6 @@ class Member:
 
 @dataclass(slots=True)
 class _Counts:
-    started: int = 0
     restarts: int = 0
     redone: int = 0
     tokens: int = 0
@@ -185,7 +184,6 @@ class ActorPool:
     def _add(self) -> None:
         handle = self.start()
         self.members.append(Member(handle, handle.describe.remote()))
-        self.counts.started += 1
 
     def _lose(self, member: Member, error: Exception) -> None:
         """Take an actor out, once for all who had work with it, and start another one."""

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from speculators.errors import DataError, VerifierError, last_line
-from speculators.verifiers.server_protocol import refusal_of
+from speculators.verifiers.server_protocol import PASSING, refusal_of
 from speculators.verifiers.vllm.endpoints import EndpointFault
 from speculators.verifiers.vllm.protocol import Served, served_models
 
@@ -18,8 +18,6 @@ __all__ = ["API_KEY", "VllmClient"]
 #: Environment variable with the key that servers were started with, as vLLM's own server reads it.
 API_KEY = "VLLM_API_KEY"
 
-#: Statuses that may pass: timeout, conflict, too early, too many requests; and all from 500 on.
-_PASSING = frozenset({408, 409, 425, 429})
 _CONNECT_SECONDS = 10.0
 _ASK_SECONDS = 10.0
 _MOST_BYTES = 64 << 20
@@ -67,7 +65,7 @@ class VllmClient:
         if status == 200:
             return content
         reason = f"status {status}: {refusal_of(content.decode(errors='replace'))}"
-        if status in _PASSING or status >= 500:
+        if status in PASSING or status >= 500:
             raise EndpointFault(reason)
         if status in (400, 413, 422):
             raise DataError(f"the vLLM server at {base} refuses row {row_id} ({reason})")
