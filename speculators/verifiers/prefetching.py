@@ -54,21 +54,29 @@ class _Prefetcher:
 
     def work(self) -> None:
         """Ask, one request after another, until there is none left or :meth:`stop` was called."""
-        while (asked := self._take()) is not None:
-            try:
-                answer = self._source.fetch(asked.rows)
-            except BaseException as error:
-                with self._changed:
-                    asked.error = error
-                    # What comes behind it will not be read.
-                    self._exhausted = True
-                    self._changed.notify_all()
-                return
-            self._meter.answered(sum(states.token_ids.shape[0] for states in answer), answer_bytes(answer))
+        while self._ask_once():
+            pass
+
+    def _ask_once(self) -> bool:
+        """One request; in a frame of its own, so that its states are not kept while the next one waits for room."""
+        asked = self._take()
+        if asked is None:
+            return False
+        try:
+            answer = self._source.fetch(asked.rows)
+        except BaseException as error:
             with self._changed:
-                asked.answer = answer
-                self._report()
+                asked.error = error
+                # What comes behind it will not be read.
+                self._exhausted = True
                 self._changed.notify_all()
+            return False
+        self._meter.answered(sum(states.token_ids.shape[0] for states in answer), answer_bytes(answer))
+        with self._changed:
+            asked.answer = answer
+            self._report()
+            self._changed.notify_all()
+        return True
 
     def _take(self) -> _Asked | None:
         """The next request of the plan, once there is room for it; None when there will be no more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -149,6 +150,15 @@ def test_a_slow_reader_stops_the_source() -> None:
         next(answers)
         time.sleep(0.02)
         assert len(source.asked) <= handed + 3
+    answers.close()
+
+
+def test_states_that_were_handed_over_are_kept_by_nobody() -> None:
+    lengths = [1, 1, 1, 1, 100]  # one for each worker, which then waits until there is room for the last
+    requests = [request(index, length) for index, length in enumerate(lengths)]
+    answers = prefetch(FakeSource([0.02]), requests, depth=4, max_bytes=4 * TOKEN, workers=4)
+    handed = [weakref.ref(next(answers)[0].final) for _ in range(3)]
+    assert [state() is None for state in handed] == [True, True, False]  # the last is being used
     answers.close()
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,20 @@ def test_many_threads(verifier, truth, tmp_path):
         assert server.busiest > len(ROWS)
     for number in range(source.concurrency):
         assert_same(found[number], truth)
+
+
+def test_threads_keep_no_states_and_end_with_the_source(verifier, tmp_path):
+    """One that still lets a tensor go while the interpreter ends aborts the process."""
+    before = set(threading.enumerate())
+    with FakeStatesServer(verifier, tmp_path, CAPTURED) as server:
+        source = opened(verifier, tmp_path, server)
+        mine = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("vllm-states")]
+        given = [weakref.ref(states.final) for states in source.fetch(ROWS)]
+        time.sleep(0.05)
+        assert [state() for state in given] == [None] * len(ROWS)
+        source.close()
+        assert mine
+        assert not any(thread.is_alive() for thread in mine)
 
 
 def test_closing_frees_who_waits(verifier, tmp_path):

@@ -162,8 +162,8 @@ class Endpoints:
 
     def _leave(self, endpoint: Endpoint, spell: int, reason: str) -> None:
         with self._changed:
-            if not endpoint.alive or endpoint.spell != spell:
-                return  # others noticed it before
+            if self._closed or not endpoint.alive or endpoint.spell != spell:
+                return  # others noticed it before, or nobody asks any more
             endpoint.alive = endpoint.in_vain = False
             endpoint.spell += 1
             endpoint.bad_answers = 0

@@ -160,8 +160,8 @@ class VllmSource:
 
     def close(self) -> None:
         self._endpoints.close()
-        self._workers.close()
         self._client.close()
+        self._workers.close()
         self._reader.close()
 
     # -- one row -------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
@@ -32,20 +33,37 @@ class DaemonWorkers:
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
-        self._count = count
-        for number in range(count):
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         task = _Task(work)
         self._tasks.put(task)
         return task.future
 
-    def close(self) -> None:
-        """Threads end once they are done with what they are at."""
-        for _ in range(self._count):
+    def close(self, seconds: float = 2.0) -> None:
+        """Threads end once they are done with what they are at.
+
+        :param seconds: that are waited for them. A thread that lets a tensor go while the interpreter ends aborts the process,
+            so only those that a server keeps for longer are left behind.
+        """
+        for _ in self._threads:
             self._tasks.put(None)
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while self._work_once():
+            pass
+
+    def _work_once(self) -> bool:
+        """One task; in a frame of its own, so that nothing of it is kept while there is no other."""
+        task = self._tasks.get()
+        if task is not None:
             task.run()
+        return task is not None
