@@ -23,6 +23,9 @@ STORE = "Store"
 SHARE = "Ranks"
 ERRORS = "Errors"
 
+#: Of sizes: that a number of bytes is one.
+MOST = 2.0**40
+
 #: Where upstream's flag looks for a server.
 ENDPOINT = "http://localhost:8000/v1"
 
@@ -101,12 +104,13 @@ def generate_offline_data(
         ),
     ] = None,
     max_gib: Annotated[
-        float | None, typer.Option(min=0.0, help="Most GiB of states.", rich_help_panel=STORE, show_default="no limit")
+        float | None,
+        typer.Option(min=0.0, max=MOST, help="Most GiB of states.", rich_help_panel=STORE, show_default="no limit"),
     ] = None,
     on_full: Annotated[
         str, typer.Option(help="At --max-gib, stop, or evict the oldest states that nobody reads.", rich_help_panel=STORE)
     ] = "stop",
-    shard_mib: Annotated[float, typer.Option(min=0.001, help="Size of a file.", rich_help_panel=STORE)] = 256,
+    shard_mib: Annotated[float, typer.Option(min=0.001, max=MOST, help="Size of a file.", rich_help_panel=STORE)] = 256,
     validate_outputs: Annotated[
         bool,
         typer.Option(

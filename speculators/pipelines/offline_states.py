@@ -201,10 +201,9 @@ class _Filling:
             if isinstance(answer, SpeculatorsError):
                 self._failed(asked, answer)
             else:
-                self._failures = 0
                 self._check(asked, answer)
-                self.report.failed += len(asked) - len(answer)
                 self._keep(answer)
+                self._left_out(asked, answer)
             finished += sum(map(len, asked))
             done.update(finished)
         self.writer.flush()
@@ -221,6 +220,18 @@ class _Filling:
             row = rows.get(states.row_id)
             if row is None or hash_ids(states.token_ids.numpy()) != hash_ids(row.input_ids):
                 raise DataError(f"the source gave states of other tokens than those of row {states.row_id}; check its verifier")
+
+    def _left_out(self, asked: Sequence[Row], answer: Sequence[HiddenStates]) -> None:
+        """Count the rows that the source left out of its answer; it has said why.
+
+        :raises DataError: when that is one too many.
+        """
+        given = {states.row_id for states in answer}
+        lost = [row.row_id for row in asked if row.row_id not in given]
+        self._failures = 0
+        self.report.failed += len(lost)
+        if lost and self.settings.fail_on_error:
+            raise DataError(f"the source gave no states of row {lost[0]}; mend it and run the same command again")
 
     def _failed(self, asked: Sequence[Row], error: SpeculatorsError) -> None:
         """Count a failed pass.

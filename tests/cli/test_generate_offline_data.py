@@ -105,6 +105,8 @@ def test_quota(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (("--rank", "1"), 2, "--rank is 1 of --world-size 1; ranks count from 0"),
         (("--dtype", "int8"), 2, "--dtype is int8; choose one of float32, bfloat16, float16, fp8"),
         (("--on-full", "grow"), 2, "choose one of stop, evict"),
+        (("--max-gib", "inf"), 2, "--max-gib"),
+        (("--shard-mib", "inf"), 2, "--shard-mib"),
         (("--hidden-states", "magic"), 2, "choose one of transformers, vllm"),
         (("--final-state", "none"), 2, "choose one of pre_norm, post_norm"),
         (("--target-layer-ids", "x"), 2, "--target-layer-ids takes whole numbers"),
@@ -121,7 +123,7 @@ def test_refused(
     folder: Path, tmp_path: Path, more: tuple[str, ...], code: int, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*arguments(folder, tmp_path / "store"), *more]) == code
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.lower().startswith("error: ")]
     assert len(lines) == 1
     assert problem in lines[0]
     assert not (tmp_path / "store" / "hidden_states.json").exists()

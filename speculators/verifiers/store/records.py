@@ -26,6 +26,9 @@ FORMAT = 1
 
 OnFull = Literal["evict", "stop"]
 
+#: Dtypes in which sources give states, and in which a store gives them back.
+_GIVEN = ("float32", "bfloat16", "float16")
+
 
 def hash_ids(ids: np.ndarray) -> str:
     """Hash of a row's token ids: 16 hex digits of the SHA-256 of them as 64-bit little-endian integers."""
@@ -155,6 +158,8 @@ class StoreRecord:
         except (KeyError, TypeError) as error:
             raise ConfigError(f"it is no record of a store ({error}); fill a new store") from error
         torch_dtype(record.dtype)
+        if not all(dtype in _GIVEN for dtype in (record.captured_dtype, record.states.dtype)):
+            raise ConfigError("it is no record of a store (a dtype is wrong); fill a new store")
         numbers = (record.seq_length, record.token_budget, 1 if record.max_bytes is None else record.max_bytes)
         if not all(type(number) is int and number > 0 for number in numbers) or record.on_full not in get_args(OnFull):
             raise ConfigError("it is no record of a store (a number or --on-full is wrong); fill a new store")

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from speculators.data.rows import Row
-from speculators.errors import ConfigError, DataError
+from speculators.errors import ConfigError, DataError, SpeculatorsError
 from speculators.files import locked_folder, writing
 from speculators.verifiers.grouping import length_groups
 from speculators.verifiers.source import HiddenStates, HiddenStateSource, NextTokens, StatesDescription
@@ -103,10 +103,12 @@ class StoreSource:
             found = self.store.read(row)
             problem = f"the store in {self.store.path} has no states of row {row.row_id}"
         except DamagedShardError as error:
-            if self._on_missing == "generate" and self._open_fallback is not None:
-                self._repair(error)
-                return self.store.read(row)
             found, problem = None, str(error)
+            if self._on_missing == "generate":
+                if self._open_fallback is None:
+                    raise DataError(f"{problem}, and nothing is there to make it again; name a --store-source") from error
+                self._repair(error)
+                found, problem = self.store.read(row), f"{problem}, and was made again without row {row.row_id}"
         if found is not None:
             return found
         if self._on_missing == "generate":
@@ -164,7 +166,7 @@ class StoreSource:
                 raise DataError(f"row {row.row_id} is not the one of the data set; pass its own rows")
             states = self._source().fetch(rows)
             # The whole group goes through the verifier, for the sake of its bits, but rows that are stored stay as they are.
-            lacking = {one.row_id for one in rows if self.store.lacks(one)}
+            lacking = {row.row_id} | {one.row_id for one in rows if self.store.lacks(one)}
             for one in self._store([one for one in states if one.row_id in lacking]):
                 self._remember(one)
             made = self._waiting(row)
@@ -190,7 +192,7 @@ class StoreSource:
                 if self._writer is None:
                     self._writer = free_writer(self.store, "made")
                 return self._writer.add(states)
-            except DataError as error:
+            except SpeculatorsError as error:
                 self._keep = False
                 warnings.warn(f"states that were missing are used, but no longer kept: {error}", stacklevel=5)
         return [encode_row(one, record).states for one in states]

@@ -47,7 +47,8 @@ class StoreWriter:
         self._index = index_path(store.path, name)
         self._shards = store.path / "shards"
         self._held = ExitStack()
-        lock = locked_folder(store.path, "--rank", name=f".{name}.lock", what=f"part {name} of the store")
+        flag = "--rank" if name.isdecimal() else "--hidden-states-path"
+        lock = locked_folder(store.path, flag, name=f".{name}.lock", what=f"part {name} of the store")
         self._held.enter_context(lock)
         with writing(self._index):
             self._recover()

@@ -33,9 +33,7 @@ class DaemonWorkers:
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(count)
-        ]
+        self._threads = [threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(count)]
         for thread in self._threads:
             thread.start()
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from speculators.data.rows import Row
 from speculators.errors import DataError, VerifierError
+from speculators.verifiers.source import HiddenStates
 from speculators.verifiers.store import DamagedShardError, StatesStore, StoreFullError, StoreSource, StoreWriter
 from speculators.verifiers.store.index import StoreIndex
 from tests.verifiers.store.stores import MadeUpSource, contents, cut, filled, rows, same
@@ -65,6 +67,8 @@ def test_a_damaged_shard_is_named_and_made_again(tmp_path: Path, how: str) -> No
             found = {one.row_id for one in source.fetch([cut(dataset, row_id) for row_id in range(24)])}
             assert set(range(24)) - found <= set(held)
             assert len(found) < 24
+    with pytest.raises(DataError, match=rf"{path.name} is damaged: .* name a --store-source"):
+        StoreSource(store, dataset).fetch([cut(dataset, row_id) for row_id in range(24)])
     if how == "a folder":
         path.rmdir()
     made = MadeUpSource()
@@ -111,6 +115,17 @@ def test_a_source_that_fails_leaves_the_damage_to_the_next_run(tmp_path: Path) -
         source.fetch([cut(dataset, row_id) for row_id in range(24)])
     with pytest.raises(DataError, match="is damaged"):
         StoreSource(store, dataset, on_missing="raise").fetch([cut(dataset, row_id) for row_id in range(24)])
+
+
+def test_rows_that_a_source_leaves_out_have_failed(tmp_path: Path) -> None:
+    class Forgetful(MadeUpSource):
+        def fetch(self, rows: Sequence[Row]) -> list[HiddenStates]:
+            return [states for states in super().fetch(rows) if states.row_id != 7]
+
+    report = filled(tmp_path / "store", rows(), Forgetful())
+    assert (report.written, report.failed) == (23, 1)
+    with pytest.raises(DataError, match="gave no states of row 7; mend it"):
+        filled(tmp_path / "other", rows(), Forgetful(), fail_on_error=True)
 
 
 @pytest.mark.filterwarnings("ignore:a line of the index")
@@ -172,6 +187,16 @@ def test_a_full_disk_does_not_stop_a_training(tmp_path: Path) -> None:
     with _files_of_at_most(300), pytest.warns(UserWarning, match="are not kept: the disk is full"):
         source.close()  # writes the shard
     assert all(same(one, wanted.fetch([cut(dataset, one.row_id)])[0]) for one in found)
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_a_training(tmp_path: Path) -> None:
+    dataset, store = rows(), tmp_path / "store"
+    filled(store, dataset, max_samples=12)
+    (store / ".made0000.lock").mkdir()  # cannot be opened, whoever runs this
+    source = StoreSource(store, dataset, MadeUpSource)
+    with pytest.warns(UserWarning, match="no longer kept: .* cannot be written .* another --hidden-states-path"):
+        [found] = source.fetch([cut(dataset, 20)])
+    assert same(found, cached(dataset).fetch([cut(dataset, 20)])[0])
 
 
 def test_quota_stops(tmp_path: Path) -> None:

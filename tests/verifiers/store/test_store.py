@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from speculators.data import CutRows, Row
+from speculators.data import CutRows, Row, RowDataset
 from speculators.errors import ConfigError, DataError, SpeculatorsError
 from speculators.verifiers.source import CachedSource
 from speculators.verifiers.store import StatesStore, StoreRecord, StoreSource, StoreWriter
@@ -141,6 +141,10 @@ def test_another_data_set(tmp_path: Path) -> None:
         source = StoreSource(tmp_path / "store", rows(seed=6), MadeUpSource, "raise")
     with pytest.raises(DataError, match="has no states of row 0"):
         source.fetch([cut(rows(seed=6), 0)])
+    other = RowDataset.from_rows([Row(0, np.arange(5), np.ones(5, bool))])  # shorter than what is stored as row 0
+    with pytest.warns(UserWarning, match="from another data set"):
+        source = StoreSource(tmp_path / "store", other, MadeUpSource)
+    assert same(*source.fetch([other[0]]), *MadeUpSource().fetch([other[0]]))
     with pytest.raises(ConfigError, match=r"holds other states \(dataset .* there, .* asked for\)"):
         filled(tmp_path / "store", rows(seed=6))
     with pytest.raises(ConfigError, match="seq_length 32 there, 16 asked for"):
@@ -251,6 +255,8 @@ RECORD = StoreRecord(MadeUpSource().description, "float32", "float32", "abc", 32
     [
         ({"format": 2}, "reads format 1"),
         ({"dtype": "int4"}, "int4"),
+        ({"captured_dtype": ["float32"]}, "a dtype is wrong"),
+        ({"states": RECORD["states"] | {"dtype": "save"}}, "a dtype is wrong"),
         ({"seq_length": "8"}, "a number"),
         ({"on_full": "explode"}, "a number or --on-full"),
         ({"more": 1}, "no record"),
