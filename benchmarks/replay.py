@@ -6,7 +6,8 @@ the exact replay of the held-out rows. Smaller shares of the rows show how the g
 
     python benchmarks/replay.py --rows 1000 --shares 0.25 0.5 1 --replay 1 2 4 --seeds 0 1
 
-Results go to ``benchmarks/results/replay.json``; the default of ``--replay`` follows from them.
+Results go to ``benchmarks/results/replay.json`` one by one, so that the command goes on where it was stopped; the default of
+``--replay`` follows from them.
 """
 
 from __future__ import annotations
@@ -134,12 +135,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     # One capture for all runs: what a run costs the verifier is counted, not paid again.
     source = CachedSource(captured, rows, max_bytes=int(options.cache_gib * 2**30))
     held_out = np.arange(len(rows) - options.held_out, len(rows))
-    found = []
+    found = done_before(options)
     for seed in options.seeds:
         for share in options.shares:
             train_ids = np.arange(int(share * (len(rows) - options.held_out)))
             tokens = int(np.minimum(rows.lengths[train_ids], options.seq_len).sum())
             for replay in options.replay:
+                if any((one["seed"], one["rows"], one["replay"]) == (seed, len(train_ids), replay) for one in found):
+                    continue
                 folder = options.output / f"run-{seed}-{share:g}-{replay}"
                 shutil.rmtree(folder, ignore_errors=True)
                 begun = time.monotonic()
@@ -167,7 +170,29 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     }
                 )
                 shutil.rmtree(folder, ignore_errors=True)
+                save(options, found)
     return found
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers depend on, but for the lists of cells."""
+    names = ("held_out", "window", "answer_tokens", "seq_len", "lr")
+    return {name: getattr(options, name) for name in names}
+
+
+def done_before(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Cells of an earlier run with the same settings, which is gone on with."""
+    if not options.results.exists():
+        return []
+    saved = json.loads(options.results.read_text(encoding="utf-8"))
+    return list(saved["runs"]) if saved["settings"] == settings_of(options) else []
+
+
+def save(options: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    machine = {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    content = {"settings": settings_of(options), "machine": machine, "runs": found}
+    write_text_atomically(options.results, json.dumps(content, indent=1) + "\n")
 
 
 def table(found: list[dict[str, Any]]) -> Table:
@@ -198,13 +223,6 @@ def main() -> None:
     parser.add_argument("--cache-gib", type=float, default=8.0)
     options = parser.parse_args()
     found = measure(options)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    settings = {name: value for name, value in settings.items() if name not in ("output", "results", "verifier")}
-    machine = {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(
-        options.results, json.dumps({"settings": settings, "machine": machine, "runs": found}, indent=1) + "\n"
-    )
     Console().print(table(found))
 
 

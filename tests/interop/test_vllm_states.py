@@ -13,11 +13,11 @@ import torch
 
 from speculators.data import AnswerRecord, DataManifest, Row, RowDataset
 from speculators.data.prompts import find_prompt_files
+from speculators.pipelines.offline_states import FillSettings, fill_store
 from speculators.train import train
 from speculators.train.config import TrainConfig
 from speculators.verifiers.loading import Verifier, load_verifier
 from speculators.verifiers.packaged import packaged_verifier
-from speculators.verifiers.source import HiddenStateSource
 from speculators.verifiers.transformers_source import TransformersSource
 from speculators.verifiers.vllm import VllmSettings, VllmSource
 from speculators.vllm_server.command import ServerSettings, build_command, captured_layer_ids, server_environment
@@ -118,47 +118,57 @@ def test_states_and_next_tokens_are_those_of_the_process(
     assert not list(folder.rglob("*.safetensors*"))  # neither states nor locks are left
 
 
-def test_training_is_the_same(source: VllmSource, verifier: Verifier, dataset: RowDataset, tmp_path: Path) -> None:
+def test_training_is_the_same_through_every_source(
+    server: VllmServer, verifier: Verifier, dataset: RowDataset, folder: Path, tmp_path: Path
+) -> None:
     ids = np.arange(len(dataset))
+    shape: dict[str, Any] = {
+        "verifier_name_or_path": verifier.name,
+        "speculator_type": "dspark",
+        "num_layers": 1,
+        "block_size": 4,
+        "markov_rank": 32,
+        "draft_vocab_size": 512,
+        "mask_token_id": 3,
+        "target_layer_ids": list(LAYERS),
+        "final_state": "pre_norm",
+        "hidden_states_dtype": "float32",
+        "total_seq_len": 320,
+        "capture_batch_tokens": 512,
+        "max_anchors": 64,
+        "lr": 1e-3,
+        "epochs": 20,
+        "max_steps": STEPS,
+        "checkpoint_freq": 1000,
+    }
 
-    def losses(name: str, states: HiddenStateSource) -> list[float]:
-        values: dict[str, Any] = {
-            "verifier_name_or_path": verifier.name,
-            "save_path": str(tmp_path / name),
-            "speculator_type": "dspark",
-            "num_layers": 1,
-            "block_size": 4,
-            "markov_rank": 32,
-            "draft_vocab_size": 512,
-            "mask_token_id": 3,
-            "target_layer_ids": list(LAYERS),
-            "final_state": "pre_norm",
-            "hidden_states_dtype": "float32",
-            "total_seq_len": 192,
-            "max_anchors": 64,
-            "lr": 1e-3,
-            "epochs": 20,
-            "max_steps": STEPS,
-            "checkpoint_freq": 1000,
-        }
+    def losses(source: str, **settings: Any) -> list[float]:
+        config = TrainConfig.from_flat(shape | settings | {"hidden_states": source, "save_path": str(tmp_path / source)})
         seen: list[float] = []
         train(
-            TrainConfig.from_flat(values),
+            config,
             dataset=dataset,
             train_ids=ids,
             val_ids=ids[:0],
-            verifier=verifier,
-            source=states,
             progress=False,
             on_step=lambda info: seen.append(info.metrics["loss"]),
         )
+        assert len(seen) == STEPS
         return seen
 
-    wanted = losses("transformers", TransformersSource(verifier, LAYERS, "pre_norm"))
-    found = losses("vllm", source)
-    differences = [abs(mine - theirs) for mine, theirs in zip(found, wanted, strict=True)]
-    print(f"losses {wanted[0]:.4f} to {wanted[-1]:.4f}; step 1 differs by {differences[0]:.1e}, any by {max(differences):.1e}")
-    assert len(found) == STEPS
+    wanted = losses("transformers")
     assert wanted[-1] < wanted[0]
+
+    settings = FillSettings(token_budget=shape["capture_batch_tokens"], seq_length=shape["total_seq_len"])
+    fill_store(tmp_path / "states", dataset, TransformersSource(verifier, LAYERS, "pre_norm", 512), settings, shown=False)
+    assert losses("store", hidden_states_path=str(tmp_path / "states"), on_missing="raise") == wanted
+
+    assert losses("ray", ray_rollout_workers=1) == wanted
+
+    found = losses("vllm", vllm_endpoint=server.endpoint, hidden_states_path=str(folder), request_timeout=120)
+    differences = [abs(mine - theirs) for mine, theirs in zip(found, wanted, strict=True)]
+    print(
+        f"losses {wanted[0]:.4f} to {wanted[-1]:.4f}; vllm: step 1 differs by {differences[0]:.1e}, any by {max(differences):.1e}"
+    )
     assert differences[0] < 1e-4
     assert max(differences) < 1e-3
