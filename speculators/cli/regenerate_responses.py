@@ -19,6 +19,7 @@ __all__ = ["regenerate_responses"]
 
 SAMPLING = "Sampling"
 LOCAL = "In process"
+RAY = "On a Ray cluster"
 SERVER = "By a server"
 
 
@@ -29,7 +30,8 @@ def regenerate_responses(
         typer.Option(help="OpenAI-compatible server to answer, such as http://127.0.0.1:8000/v1.", show_default=False),
     ] = None,
     verifier: Annotated[
-        str | None, typer.Option(help="Folder of the verifier, to answer in this process instead.", show_default=False)
+        str | None,
+        typer.Option(help="Folder of the verifier, to answer in this process or on a Ray cluster instead.", show_default=False),
     ] = None,
     dataset: Annotated[
         str, typer.Option(help="File or folder of conversations, hf:ID[:SUBSET[:SPLIT]], or a preset such as sharegpt.")
@@ -47,7 +49,7 @@ def regenerate_responses(
         bool,
         typer.Option("--resume", help="Go on behind the rows of --outfile even if other settings or data made them."),
     ] = False,
-    concurrency: Annotated[int, typer.Option(min=1, max=65536, help="Answers under way at once.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, max=65536, help="Answers under way at once; on Ray, on each actor.")] = 64,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the verifier's folder.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 8192,
     on_length: Annotated[
@@ -74,6 +76,32 @@ def regenerate_responses(
     seed: Annotated[int, typer.Option(min=0, help="Seed of all draws.", rich_help_panel=SAMPLING)] = 0,
     device: Annotated[
         str | None, typer.Option(help="Where the verifier runs, such as cuda:1.", rich_help_panel=LOCAL, show_default=False)
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer on actors of a Ray cluster: auto for this machine's, host:port, or local to start Ray here.",
+            rich_help_panel=RAY,
+            show_default=False,
+        ),
+    ] = None,
+    ray_rollout_workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Actors; as many as the cluster has room for if left out.", rich_help_panel=RAY, show_default=False
+        ),
+    ] = None,
+    ray_rollout_cpus: Annotated[
+        float | None, typer.Option(min=0.0, help="Processors of each actor; 1.", rich_help_panel=RAY, show_default=False)
+    ] = None,
+    ray_rollout_gpus: Annotated[
+        float | None, typer.Option(min=0.0, help="GPUs of each actor; 0.", rich_help_panel=RAY, show_default=False)
+    ] = None,
+    ray_rollout_resources: Annotated[
+        str | None,
+        typer.Option(
+            help='Further resources of each actor, as JSON: {"verifier": 1}.', rich_help_panel=RAY, show_default=False
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -126,7 +154,7 @@ def regenerate_responses(
     if (endpoint is None) == (verifier is None):
         raise ConfigError(
             "give either --endpoint, the address of a server such as http://127.0.0.1:8000/v1, or --verifier, the folder of a "
-            "model to answer in this process"
+            "model to answer in this process or, with --ray-address, on a Ray cluster"
         )
     sampling, further = parse_sampling(sampling_params)
     if temperature is not None and "temperature" in sampling.model_fields_set:
@@ -142,6 +170,14 @@ def regenerate_responses(
         language=language_filter,
         limit=limit,
     )
+    rollout = {
+        "--ray-rollout-workers": ray_rollout_workers,
+        "--ray-rollout-cpus": ray_rollout_cpus,
+        "--ray-rollout-gpus": ray_rollout_gpus,
+        "--ray-rollout-resources": ray_rollout_resources,
+    }
+    if ray_address is None:
+        _refuse_given(rollout, "answers on a Ray cluster (--ray-address)", "give that, or leave it out")
     records = open_records(dataset, split, subset)
     engine: AnswerEngine
     if verifier is not None:
@@ -156,12 +192,17 @@ def regenerate_responses(
         _refuse_given(given, "a server (--endpoint)")
         if further:
             raise ConfigError(
-                f"--sampling-params names {', '.join(sorted(further))}, which only servers know; the in-process verifier takes "
+                f"--sampling-params names {', '.join(sorted(further))}, which only servers know; a verifier's folder takes "
                 "temperature, top_k and top_p"
             )
-        engine, loaded = _local(verifier, concurrency, device, trust_remote_code)
+        if ray_address is None:
+            engine, loaded = _local(verifier, concurrency, device, trust_remote_code)
+        else:
+            _refuse_given({"--device": device}, "an in-process verifier (--verifier alone)")
+            engine, loaded = _on_ray(verifier, concurrency, ray_address, rollout, trust_remote_code)
     else:
         _refuse_given({"--device": device}, "an in-process verifier (--verifier)")
+        _refuse_given({"--ray-address": ray_address}, "a verifier's folder (--verifier)")
         server = _Server(str(endpoint), model, concurrency, max_retries, request_timeout, allow_retokenized, api_key_env)
         engine, loaded = _remote(server, tokenizer, trust_remote_code)
     place = outfile or Path(f"{_name(dataset)}_{_name(loaded.name)}.jsonl")
@@ -185,12 +226,12 @@ def regenerate_responses(
         raise DataError(f"no answer was written; {errors_file(place)} says of every record why")
 
 
-def _refuse_given(flags: Mapping[str, Any], owner: str) -> None:
+def _refuse_given(flags: Mapping[str, Any], owner: str, advice: str = "leave it out") -> None:
     from speculators.errors import ConfigError
 
     for flag, value in flags.items():
         if value is not None:
-            raise ConfigError(f"{flag} is for {owner}; leave it out")
+            raise ConfigError(f"{flag} is for {owner}; {advice}")
 
 
 def _local(verifier: str, batch_size: int, device: str | None, trust_remote_code: bool) -> tuple[AnswerEngine, LoadedTokenizer]:
@@ -201,6 +242,46 @@ def _local(verifier: str, batch_size: int, device: str | None, trust_remote_code
     loaded = load_verifier(verifier, device=device, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(verifier, trust_remote_code)
     return LocalEngine(loaded, batch_size, tokenizer.eos_ids or None), tokenizer
+
+
+def _on_ray(
+    verifier: str, batch_size: int, address: str, given: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[AnswerEngine, LoadedTokenizer]:
+    from speculators.data.tokenizers import load_tokenizer
+    from speculators.verifiers.rollout import RayAnswerEngine, RolloutSettings
+
+    defaults, resources = RolloutSettings(), given["--ray-rollout-resources"]
+    cpus, gpus = given["--ray-rollout-cpus"], given["--ray-rollout-gpus"]
+    settings = RolloutSettings(
+        workers=given["--ray-rollout-workers"],
+        cpus=defaults.cpus if cpus is None else cpus,
+        gpus=defaults.gpus if gpus is None else gpus,
+        resources={} if resources is None else _amounts(resources),
+    )
+    tokenizer = load_tokenizer(verifier, trust_remote_code)
+    engine = RayAnswerEngine(
+        verifier,
+        batch_size,
+        tokenizer.eos_ids or None,
+        address=None if address == "local" else address,
+        settings=settings,
+        trust_remote_code=trust_remote_code,
+    )
+    return engine, tokenizer
+
+
+def _amounts(text: str) -> dict[str, float]:
+    """Resources from JSON."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from speculators.errors import ConfigError
+
+    try:
+        return TypeAdapter(dict[str, float]).validate_json(text)
+    except ValidationError:
+        raise ConfigError(
+            f'--ray-rollout-resources {text} is no JSON object of amounts; give one such as {{"verifier": 1}}'
+        ) from None
 
 
 class _Server(NamedTuple):

@@ -10,9 +10,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from speculators.errors import ConfigError
 from speculators.sampling import SamplingParams
 
-__all__ = ["Answer", "AnswerEngine", "Chat", "Failure", "Outcome", "Question", "answer_all"]
+__all__ = ["Answer", "AnswerEngine", "Chat", "Failure", "Outcome", "Question", "answer_all", "refuse_further"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,13 @@ class AnswerEngine(Protocol):
 
     def close(self) -> None:
         """Stop the work on questions that are not done."""
+
+
+def refuse_further(question: Question, engine: str) -> None:
+    """:raises ConfigError: for sampling parameters that only servers know, of an engine of ours."""
+    if question.further:
+        names = ", ".join(sorted(question.further))
+        raise ConfigError(f"{engine} does not know the sampling parameters {names}; it takes temperature, top_k and top_p")
 
 
 def answer_all(engine: AnswerEngine, questions: Iterable[Question]) -> Iterator[tuple[Hashable, Outcome]]:

@@ -7,8 +7,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from speculators.errors import ConfigError
-from speculators.verifiers.answering import Answer, Outcome, Question
+from speculators.verifiers.answering import Answer, Outcome, Question, refuse_further
 from speculators.verifiers.generation import Generation, GenerationRow
 from speculators.verifiers.loading import Verifier
 
@@ -61,11 +60,7 @@ class LocalEngine:
 
         :raises ConfigError: for sampling parameters that only servers know.
         """
-        if question.further:
-            names = ", ".join(sorted(question.further))
-            raise ConfigError(
-                f"the in-process verifier does not know the sampling parameters {names}; it takes temperature, top_k and top_p"
-            )
+        refuse_further(question, "the in-process verifier")
         self._keys[self._asked] = question.key
         row = GenerationRow(self._asked, question.prompt, question.limit, question.sampling, (question.seed,))
         self._generation.add(row)

@@ -82,6 +82,18 @@ def test_a_server_that_goes_away_keeps_what_is_done(folder: Path, capsys: pytest
         (("--verifier", "absent/verifier/folder"), 1, "there is no verifier folder"),
         (("--endpoint", "localhost:1"), 1, "no server answers at http://localhost:1/v1"),
         (("--endpoint", "localhost:1", "--device", "cpu"), 2, "--device is for an in-process verifier"),
+        (("--endpoint", "localhost:1", "--ray-address", "local"), 2, "--ray-address is for a verifier's folder"),
+        (
+            ("--verifier", "VERIFIER", "--ray-rollout-gpus", "1"),
+            2,
+            "answers on a Ray cluster (--ray-address); give that",
+        ),
+        (("--verifier", "VERIFIER", "--ray-address", "local", "--device", "cpu"), 2, "--device is for an in-process verifier"),
+        (
+            ("--verifier", "VERIFIER", "--ray-address", "local", "--ray-rollout-resources", "gpu"),
+            2,
+            "--ray-rollout-resources gpu is no JSON object of amounts",
+        ),
         (("--verifier", "VERIFIER", "--model", "x"), 2, "--model is for a server"),
         (("--verifier", "VERIFIER", "--allow-retokenized"), 2, "--allow-retokenized is for a server"),
         (("--verifier", "VERIFIER", "--on-length", "burn"), 2, "--on-length is burn"),

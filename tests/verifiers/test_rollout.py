@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -14,11 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+from speculators.cli.app import run
 from speculators.data.rows import Row
-from speculators.errors import DataError, VerifierError
+from speculators.errors import ConfigError, DataError, VerifierError
+from speculators.sampling import SamplingParams
 from speculators.train import train
+from speculators.verifiers.answering import Question, answer_all
 from speculators.verifiers.loading import Verifier
-from speculators.verifiers.rollout import RaySource, RolloutSettings
+from speculators.verifiers.local_answers import LocalEngine
+from speculators.verifiers.rollout import RayAnswerEngine, RaySource, RolloutSettings
 from speculators.verifiers.rollout.transfer import pack, unpack
 from speculators.verifiers.source import HiddenStates
 from speculators.verifiers.transformers_source import TransformersSource
@@ -138,3 +143,52 @@ def test_no_actor_left_is_one_sentence(verifier: Verifier, source: RaySource) ->
     begun = time.monotonic()
     assert source.fetch(ROWS)  # Ray is the other source's, too
     assert time.monotonic() - begun < 60
+
+
+@pytest.mark.chaos
+def test_answers_are_those_of_the_process_though_an_actor_is_killed(verifier: Verifier) -> None:
+    sampled = SamplingParams(temperature=0.9, top_k=20)
+    prompts = [row.input_ids[: 3 + place].tolist() for place, row in enumerate(random_rows(12, seed=1))]
+    questions = [
+        Question(f"q{place}", prompt, 200, sampled if place % 2 else SamplingParams(), 7 * place)
+        for place, prompt in enumerate(prompts)
+    ]
+    local = LocalEngine(verifier, 2, (2, 7))
+    truth = dict(answer_all(local, questions))
+    engine = RayAnswerEngine(verifier.name, 2, (2, 7), settings=RolloutSettings(workers=2, cpus=0.1, max_restarts=0))
+    try:
+        answers: dict[Any, Any] = {}
+        for key, answer in answer_all(engine, questions):
+            if not answers:
+                os.kill(engine.processes()[0], signal.SIGKILL)
+            answers[key] = answer
+        assert answers == truth
+        assert engine.describe() == local.describe()
+        assert (engine.context_length, engine.origin) == (local.context_length, local.origin)
+        assert engine.tokens >= sum(answer.answer_tokens for answer in answers.values())
+        status = engine.status()
+        assert (status["actors"], status["restarts"]) == (1, 0)
+        assert status["redone"] >= 1
+        with pytest.raises(ConfigError, match="a verifier on Ray does not know the sampling parameters min_p"):
+            engine.ask(Question(0, [1], 5, further={"min_p": 0.1}))
+    finally:
+        engine.close()
+
+
+def test_responses_are_regenerated_on_actors(source: RaySource, folder: Path, verifier: Verifier) -> None:
+    """What a run in the process began, one on Ray goes on with, as if it were the same."""
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "old"}]
+    records = [json.dumps({"id": place, "messages": [*turns[: 1 + place % 2], *turns]}) for place in range(6)]
+    (folder / "said.jsonl").write_text("\n".join(records))
+
+    def rows(outfile: str, *further: object) -> dict[str, Any]:
+        words = ("--verifier", verifier.name, "--dataset", folder / "said.jsonl", "--outfile", folder / outfile)
+        how = ("--max-tokens", 30, "--temperature", "0.8", *further)
+        assert run([str(word) for word in ("regenerate-responses", *words, *how)]) == 0
+        return {row["id"]: row for row in map(json.loads, (folder / outfile).read_text().splitlines())}
+
+    wanted = rows("local.jsonl")
+    rows("ray.jsonl", "--limit", 2)
+    rollout = ("--ray-rollout-workers", 1, "--ray-rollout-cpus", 0.1, "--ray-rollout-resources", "{}")
+    assert rows("ray.jsonl", "--ray-address", "local", *rollout) == wanted
+    assert len(wanted) >= 6

@@ -24,7 +24,7 @@ def require_ray() -> ModuleType:
     try:
         import ray
     except ImportError:
-        raise ConfigError("--hidden-states ray needs the package ray: pip install 'speculators[ray]'") from None
+        raise ConfigError("a rollout on Ray needs the package ray: pip install 'speculators[ray]'") from None
     return ray
 
 

@@ -88,6 +88,28 @@ class ActorPool:
                 except self._losses() as error:
                     self._lose(member, error)
 
+    def ready(self) -> list[Member]:
+        """The actors that can be given work now; none while all are starting.
+
+        :raises VerifierError: when no actor is left.
+        """
+        self._grow()
+        self._settle()
+        with self._lock:
+            self._refuse_none()
+            return [member for member in self.members if member.process is not None]
+
+    def collect(self, member: Member, reference: Any, seconds: float | None = None) -> Any:
+        """What an actor answered; None when it is lost, and then taken out.
+
+        :raises SpeculatorsError: what the actor refuses.
+        """
+        try:
+            return self.get(reference, seconds)
+        except self._losses() as error:
+            self._lose(member, error)
+            return None
+
     def get(self, reference: Any, seconds: float | None = None) -> Any:
         """What an actor answered; its refusals are raised as they are.
 
@@ -154,17 +176,20 @@ class ActorPool:
                     member = min(ready, key=lambda one: one.tokens)
                     member.tokens += tokens
                     return member
-                if self._closed or not members:
-                    raise VerifierError(
-                        f"no actor of the rollout is left after {self.counts.restarts} restarts; see Ray's logs, raise "
-                        "--ray-max-restarts, and run the same command again, which goes on from the last checkpoint"
-                    )
+                self._refuse_none()
             if time.monotonic() > until:
                 raise VerifierError(
                     f"no actor of the rollout has started in {_START_SECONDS:.0f} s; has the cluster room for "
                     f"{self._need()}? See `ray status`"
                 )
             self.ray.wait([member.ready for member in members], timeout=_PATIENCE)
+
+    def _refuse_none(self) -> None:
+        if self._closed or not self.members:
+            raise VerifierError(
+                f"no actor of the rollout is left after {self.counts.restarts} restarts; see Ray's logs, raise "
+                "--ray-max-restarts, and run the same command again, which goes on from what is done"
+            )
 
     def _settle(self) -> None:
         """See which of those that were started are ready."""
