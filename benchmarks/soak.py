@@ -5,7 +5,7 @@ states and takes its time. Two rates are made from the source's own, timed first
 source, a slow source gives answers at a quarter of its rate.
 
     python benchmarks/soak.py --minutes 10 --slow trainer --source fake
-    python benchmarks/soak.py --minutes 10 --slow source --source transformers
+    python benchmarks/soak.py --minutes 10 --slow source --source ray
 
 Exits with 1 when more bytes were in flight than ``--in-flight-gib`` allows (or one request, if that is larger), when memory
 grows by more than ``--most-growth`` of itself in the run, or when a trainer that is the slower side waits 5 % of the time.
@@ -33,6 +33,7 @@ from speculators.verifiers.flow import FlowMeter, request_bytes
 from speculators.verifiers.loading import load_verifier
 from speculators.verifiers.packaged import packaged_verifier
 from speculators.verifiers.prefetching import prefetch
+from speculators.verifiers.rollout import RaySource, RolloutSettings
 from speculators.verifiers.source import HiddenStates, HiddenStateSource, StatesDescription
 from speculators.verifiers.store.records import StoreRecord
 from speculators.verifiers.store.source import StoreSource
@@ -107,7 +108,10 @@ def opened(kind: str, dataset: RowDataset, folder: Path) -> Any:
         store.close()
         return StoreSource(folder, dataset)
     verifier = load_verifier(str(packaged_verifier()))
-    return TransformersSource(verifier, default_layer_ids(verifier.num_layers))
+    layers = default_layer_ids(verifier.num_layers)
+    if kind == "ray":
+        return RaySource(verifier.name, layers, settings=RolloutSettings(workers=1))
+    return TransformersSource(verifier, layers)
 
 
 def resident() -> int:
@@ -186,7 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--slow", choices=["trainer", "source", "none"], default="trainer")
-    parser.add_argument("--source", choices=["transformers", "store", "fake"], default="fake")
+    parser.add_argument("--source", choices=["transformers", "store", "ray", "fake"], default="fake")
     parser.add_argument("--tokens", type=int, default=2048, help="of a request")
     parser.add_argument("--depth", type=int, default=4, help="answers ahead, as --prefetch-factor")
     parser.add_argument("--in-flight-gib", type=float, default=0.125)
